@@ -30,8 +30,8 @@ import mlx.core as mx
 from engines import engine_of, load_quietly, spec
 
 from exo_node.mtp.batch_verdict import RowDrafts
-from exo_node.mtp.costs import RoundCosts
-from exo_node.mtp.depth import Prior
+from exo_node.mtp.drafting.costs import RoundCosts
+from exo_node.mtp.drafting.depth import Prior
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.types import GenerationStats, Sampling
 from exo_node.shard.engine import batch

@@ -96,7 +96,7 @@ def examine(name: str) -> Row:
     from zoo import tiny_config
     from zoo_runs import mlx_lms, on_one_node, small
 
-    from exo_node.mtp.family import family_of
+    from exo_node.mtp.families.table import family_of
     from exo_node.shard.model.model_faults import MODEL_FAULTS
 
     try:

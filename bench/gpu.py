@@ -30,11 +30,11 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 from shapes import PUBLISHED, ShapeModel, ShapeVariant
 
-from exo_node.mtp.batch_caches import left_aligned
 from exo_node.mtp.batch_probe import batch_identity
-from exo_node.mtp.positions import Positions
+from exo_node.mtp.caches.batch_caches import left_aligned
+from exo_node.mtp.caches.positions import Positions
+from exo_node.mtp.caches.rollback import cache_arrays, with_tapes
 from exo_node.mtp.probe import Subject
-from exo_node.mtp.rollback import cache_arrays, with_tapes
 from exo_node.shard.engine.executor import COUNTS_ON_DEVICE
 from exo_node.shard.kernels.kernel_choice import Mode
 

@@ -38,7 +38,7 @@ from exo_node.shard.model import loader_import  # before MLX, so that products o
 from engines import DEMO
 from engines import spec as stage_spec
 
-from exo_node.mtp.lookup_length import FixedLength
+from exo_node.mtp.drafting.lookup_length import FixedLength
 from exo_node.mtp.types import Penalties, Round, Sampling
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.events import AnswerEnd, Delta

@@ -30,9 +30,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3_5
 
 from exo_node.mtp.accept import VerifyResult
-from exo_node.mtp.family import draft_logits, prepare
-from exo_node.mtp.qwen35 import Qwen35Family
-from exo_node.mtp.rollback import with_tapes
+from exo_node.mtp.caches.rollback import with_tapes
+from exo_node.mtp.families.family import draft_logits
+from exo_node.mtp.families.qwen35 import Qwen35Family
+from exo_node.mtp.families.table import prepare
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Drafts
 from exo_node.mtp.steps import Step

@@ -9,11 +9,11 @@ from typing import Any, Final
 
 import mlx.core as mx
 
-from .batch_caches import drop_rejected, left_aligned
 from .batch_prompts import prefill_together
-from .positions import Positions
+from .caches.batch_caches import drop_rejected, left_aligned
+from .caches.positions import Positions
+from .caches.rollback import parts_of, rollback
 from .probe import PROMPT_ROWS, Identity, Subject, lengthen, live_arrays, probe_ids
-from .rollback import parts_of, rollback
 from .seams import as_row
 from .targets import FamilyTarget
 

@@ -6,8 +6,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
 
-from .batch_caches import BatchTapedCache, LoneCache, detach, left_aligned
-from .positions import Positions
+from .caches.batch_caches import BatchTapedCache, LoneCache, detach, left_aligned
+from .caches.positions import Positions
 from .targets import FamilyTarget
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from .batch_caches import drop_rejected, left_aligned
-from .positions import Positions
+from .caches.batch_caches import drop_rejected, left_aligned
+from .caches.positions import Positions
+from .caches.rollback import cache_arrays, rollback
 from .probe import PROMPT_ROWS, Subject, probe_ids
-from .rollback import cache_arrays, rollback
 from .sampling import greedy_token
 from .seams import as_row
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
 
-from .rollback import (
+from .caches.rollback import (
     RowCache,
     cache_arrays,
     holds_rows,
@@ -23,10 +23,10 @@ from .rollback import (
     row_count,
     state_arrays,
 )
+from .caches.window import WindowCache, oldest_kept_row
 from .sampling import greedy_token
 from .seams import as_row
 from .targets import Target
-from .window import WindowCache, oldest_kept_row
 
 Identity = Literal["bitwise", "near_tie"]
 PADDING_ID = 0

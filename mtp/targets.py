@@ -6,7 +6,7 @@ from typing import Any, Protocol, cast
 import mlx.core as mx
 from mlx import nn
 
-from .family import Family
+from .families.family import Family
 from .placed_rope import RopePositions
 from .seams import ForwardOutput, Want
 

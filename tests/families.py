@@ -14,11 +14,12 @@ from typing import Any, cast
 import mlx.core as mx
 from models import Family as Name
 
-from exo_node.mtp.family import Family, draft_logits, family_of
-from exo_node.mtp.head import HiddenKind
+from exo_node.mtp.families.family import Family, draft_logits
+from exo_node.mtp.families.head import HeadSource, HeadUnusable, HiddenKind
+from exo_node.mtp.families.table import family_of
+from exo_node.mtp.families.weights import load_head
 from exo_node.mtp.targets import FamilyTarget
 from exo_node.mtp.types import Round
-from exo_node.mtp.weights import HeadSource, HeadUnusable, load_head
 from exo_node.shard.engine.drafter import DraftModel
 from exo_node.shard.model.open_model import open_model, read_layers
 from exo_node.shard.model.stage_model import StageModel

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 
-from exo_node.mtp.rollback import cache_arrays
+from exo_node.mtp.caches.rollback import cache_arrays
 from exo_node.shard.engine.prefix_cache import PrefixCache
 from exo_node.shard.engine.prefix_tree import PrefixNode
 from exo_node.shard.engine.request import EngineRequest

@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
-from exo_node.mtp import longcat, nemotron_h
+from exo_node.mtp.families import longcat, nemotron_h
 from exo_node.shard.checkpoint.checkpoint import HEAD_FILES, Checkpoint
 
 DEMO = Path(__file__).parent.parent / "shard" / "models" / "demo"

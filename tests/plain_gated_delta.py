@@ -15,7 +15,7 @@ import mlx.core as mx
 from kernel_cases import DeltaCase
 from mlx import nn
 
-from exo_node.mtp.taped_gated_delta import TapedGatedDelta
+from exo_node.mtp.families.taped_gated_delta import TapedGatedDelta
 from exo_node.shard.kernels import gated_delta, kernel_choice
 
 

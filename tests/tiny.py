@@ -9,8 +9,8 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models import qwen3_5, qwen3_5_moe
 
-from exo_node.mtp.family import prepare
-from exo_node.mtp.qwen35 import Qwen35Family
+from exo_node.mtp.families.qwen35 import Qwen35Family
+from exo_node.mtp.families.table import prepare
 
 VOCABULARY = 64
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}

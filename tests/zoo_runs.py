@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import generate_step
 from zoo import VOCABULARY
 
-from exo_node.mtp.family import family_of
+from exo_node.mtp.families.table import family_of
 from exo_node.mtp.targets import FamilyTarget, WholeTarget
 from exo_node.placement.config import hidden_size
 from exo_node.shard.engine.engine import Engine

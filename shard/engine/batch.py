@@ -5,12 +5,12 @@ from typing import Final
 
 import mlx.core as mx
 
-from ...mtp.batch_lookup import BatchPolicy
-from ...mtp.batch_slots import order_of
 from ...mtp.batch_verdict import RowDrafts
-from ...mtp.depth import LOOK_TOKENS, AdaptiveDepth, Plan
+from ...mtp.caches.batch_slots import order_of
+from ...mtp.caches.rollback import cache_arrays
+from ...mtp.drafting.batch_lookup import BatchPolicy
+from ...mtp.drafting.depth import LOOK_TOKENS, AdaptiveDepth, Plan
 from ...mtp.probe import PADDING_ID
-from ...mtp.rollback import cache_arrays
 from ...mtp.seams import as_row
 from ...mtp.targets import Target
 from ...mtp.types import Round

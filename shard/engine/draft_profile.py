@@ -15,8 +15,8 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ...mtp.costs import LONGEST_S, RECENT, RoundCosts
-from ...mtp.depth import Prior
+from ...mtp.drafting.costs import LONGEST_S, RECENT, RoundCosts
+from ...mtp.drafting.depth import Prior
 from ...mtp.probe import Identity
 from ..checkpoint.files import write_atomic
 

@@ -7,10 +7,10 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from ...mtp.batch_verdict import RowDrafts
-from ...mtp.family import Family, draft_logits
-from ...mtp.head import DraftHead
+from ...mtp.caches.rollback import RowCache, cache_arrays
+from ...mtp.families.family import Family, draft_logits
+from ...mtp.families.head import DraftHead
 from ...mtp.probe import Draft
-from ...mtp.rollback import RowCache, cache_arrays
 from ...mtp.sampler import Sampler
 from ...mtp.sampling import greedy_choice
 from ...mtp.schedule import rows_at

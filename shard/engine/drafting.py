@@ -3,9 +3,9 @@
 import logging
 from dataclasses import replace
 
-from ...mtp.depth import AdaptiveDepth, DepthPolicy, FixedDepth
-from ...mtp.family import Family
-from ...mtp.head import DraftHead
+from ...mtp.drafting.depth import AdaptiveDepth, DepthPolicy, FixedDepth
+from ...mtp.families.family import Family
+from ...mtp.families.head import DraftHead
 from ...placement.errors import InvalidRequest
 from ..model.numeric import parked_reason
 from .draft_profile import DraftProfile

@@ -5,10 +5,10 @@ from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import mlx.core as mx
 
-from ...mtp.batch_lookup import BatchPolicy
-from ...mtp.depth import AdaptiveDepth
+from ...mtp.caches.rollback import can_roll_back
+from ...mtp.drafting.batch_lookup import BatchPolicy
+from ...mtp.drafting.depth import AdaptiveDepth
 from ...mtp.finite import NO_TOKEN, NotFinite
-from ...mtp.rollback import can_roll_back
 from ...mtp.seams import as_row
 from ...mtp.targets import Target
 from ...mtp.types import FinishReason, Forward, Round

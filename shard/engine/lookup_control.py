@@ -6,13 +6,13 @@ from typing import Final
 
 from mlx import nn
 
-from ...mtp.batch_lookup import BatchPolicy
-from ...mtp.costs import RoundCosts
-from ...mtp.lookup_drafts import PromptLookup
-from ...mtp.lookup_length import AdaptiveLength, CopyCosts, CopyEvidence, LengthPolicy
+from ...mtp.caches.rollback import fixed_kinds
+from ...mtp.drafting.batch_lookup import BatchPolicy
+from ...mtp.drafting.costs import RoundCosts
+from ...mtp.drafting.lookup_drafts import PromptLookup
+from ...mtp.drafting.lookup_length import AdaptiveLength, CopyCosts, CopyEvidence, LengthPolicy
+from ...mtp.families.taped_gated_delta import keeps_states
 from ...mtp.probe import Subject
-from ...mtp.rollback import fixed_kinds
-from ...mtp.taped_gated_delta import keeps_states
 from ..model.model_faults import MODEL_FAULTS, headline
 from .draft_profile import DraftProfile
 from .options import EngineOptions

@@ -13,8 +13,8 @@ from typing import Literal
 
 import mlx.core as mx
 
+from ...mtp.caches.rollback import cache_arrays
 from ...mtp.finite import NO_TOKEN, NotFinite
-from ...mtp.rollback import cache_arrays
 from ...mtp.seams import ForwardOutput, Want, as_row
 from ...mtp.steps import Prefilled
 from ...mtp.types import FinishReason, Forward

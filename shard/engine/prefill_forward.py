@@ -11,7 +11,7 @@ from typing import Any, Final, cast
 import mlx.core as mx
 
 from ...mtp.batch_prompts import prefill_together
-from ...mtp.rollback import cache_arrays
+from ...mtp.caches.rollback import cache_arrays
 from ...mtp.seams import ForwardOutput, as_row
 from ...mtp.targets import FamilyTarget, PromptReader
 from .prompt_images import set_places

@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...mtp.rollback import cache_arrays, holds_rows
+from ...mtp.caches.rollback import cache_arrays, holds_rows
 from ...mtp.types import CacheTier
 from .cache_parts import copied, joined
 from .prefix_tree import DrafterPart, PrefixNode, drafter_spans, pending_of

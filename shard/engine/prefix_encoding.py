@@ -7,9 +7,9 @@ from typing import Any, Final, NamedTuple, Protocol, cast
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from ...mtp.rollback import TapedCache, cache_arrays, row_count
+from ...mtp.caches.rollback import TapedCache, cache_arrays, row_count
+from ...mtp.caches.window import WindowCache
 from ...mtp.seams import FORWARD_FAULTS
-from ...mtp.window import WindowCache
 from ..checkpoint.prefix_files import StoredTensor, TensorContent
 from .cache_parts import LayerRows, joined
 from .prefix_tree import PrefixNode, drafter_spans, pending_of

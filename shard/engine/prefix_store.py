@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...mtp.rollback import cache_arrays
+from ...mtp.caches.rollback import cache_arrays
 from ...mtp.types import CacheTier
 from ..checkpoint.prefix_stream import ReceivedPrefix
 from .borders import PrefillLog

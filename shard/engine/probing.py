@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from ...mtp.batch_caches import can_batch
-from ...mtp.batch_lookup import sizes_of
 from ...mtp.batch_probe import SIZES, batch_identity
-from ...mtp.costs import RoundCosts
+from ...mtp.caches.batch_caches import can_batch
+from ...mtp.drafting.batch_lookup import sizes_of
+from ...mtp.drafting.costs import RoundCosts
 from ...mtp.lookup_probe import measure_batch, measure_copies
 from ...mtp.probe import (
     LONGEST_PROBED,

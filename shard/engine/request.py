@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from ...mtp.depth import DepthPolicy, FixedDepth, Plan
+from ...mtp.drafting.depth import DepthPolicy, FixedDepth, Plan
+from ...mtp.drafting.lookup_drafts import PromptLookup
 from ...mtp.grammar import GrammarMatcher
-from ...mtp.lookup_drafts import PromptLookup
 from ...mtp.sampler import Sampler
 from ...mtp.seams import StopCondition
 from ...mtp.steps import Step

@@ -6,10 +6,10 @@ from typing import Final
 
 import mlx.core as mx
 
-from ...mtp.batch_depth import DraftDemand
-from ...mtp.batch_lookup import BatchPolicy, Choice, Offer
 from ...mtp.batch_verdict import RowDrafts
-from ...mtp.depth import AdaptiveDepth
+from ...mtp.drafting.batch_depth import DraftDemand
+from ...mtp.drafting.batch_lookup import BatchPolicy, Choice, Offer
+from ...mtp.drafting.depth import AdaptiveDepth
 from ...mtp.probe import PADDING_ID
 from .request import Request
 

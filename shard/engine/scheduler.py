@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ...mtp.batch_slots import padding_of
+from ...mtp.caches.batch_slots import padding_of
 from ..pipeline.frames import MAX_TOGETHER
 from .flight import Flight
 from .request import Request

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import mlx.core as mx
 
-from ...mtp.rollback import cache_arrays
+from ...mtp.caches.rollback import cache_arrays
 from ...mtp.seams import FORWARD_FAULTS
 from ...mtp.types import CacheTier
 from ...placement.cluster import layer_range

@@ -8,9 +8,9 @@ from typing import Any, Final, Generic
 
 import mlx.core as mx
 
-from ...mtp.batch_caches import can_batch
+from ...mtp.caches.batch_caches import can_batch
+from ...mtp.caches.rollback import rollback
 from ...mtp.probe import lengthen, probe_ids
-from ...mtp.rollback import rollback
 from ..model.model_faults import MODEL_FAULTS, headline
 from ..model.stage_model import StageModel
 from ..model.tensors import to_bytes

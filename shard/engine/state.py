@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...mtp.rollback import RowCache, cache_arrays
+from ...mtp.caches.rollback import RowCache, cache_arrays
 from ...mtp.seams import as_row
 from ...mtp.types import CacheTier
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import mlx.core as mx
 
-from ...mtp.batch_caches import can_batch
-from ...mtp.family import Family, family_of
+from ...mtp.caches.batch_caches import can_batch
+from ...mtp.families.family import Family
+from ...mtp.families.table import family_of
 from ...mtp.sampler import Sampler
 from ...mtp.schedule import Schedule
 from ...mtp.targets import FamilyTarget, Target, WholeTarget

@@ -11,7 +11,7 @@ from typing import Final
 import mlx.core as mx
 from mlx import nn
 
-from ...mtp.taped_gated_delta import TapedGatedDelta
+from ...mtp.families.taped_gated_delta import TapedGatedDelta
 
 CHUNK: Final = 16
 """Rows of a chunk. More rows lengthen the triangle that is solved row by row, fewer add chunks."""

@@ -8,7 +8,7 @@ from mlx import nn
 from mlx_lm.models.qwen3_next import Qwen3NextMLP
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from ...mtp.taped_gated_delta import TapedGatedDelta
+from ...mtp.families.taped_gated_delta import TapedGatedDelta
 from . import fused
 from .product import JointProducts, QuantizedProduct, RowsQuantizedLinear
 from .trial import (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 from mlx_lm.models.gated_delta import compute_g, gated_delta_ops
 
-from ...mtp.taped_gated_delta import start_rows
+from ...mtp.families.taped_gated_delta import start_rows
 from .cuda import TYPES, CudaKernel
 
 _IN = ("qkv", "z", "b", "a", "before", "kernel", "a_log", "dt_bias", "norm", "state", "eps", "at")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 import mlx.core as mx
 from mlx import nn
 
-from ...mtp.window import MAX_ROLLBACK_ROWS
+from ...mtp.caches.window import MAX_ROLLBACK_ROWS
 from .chunked_delta import use_chunks
 from .cpu_products import choose_products
 from .kernel_choice import Mode, choose_kernels

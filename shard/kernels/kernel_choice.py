@@ -7,7 +7,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.gated_delta import normalize_qk
 
-from ...mtp.taped_gated_delta import TapedGatedDelta
+from ...mtp.families.taped_gated_delta import TapedGatedDelta
 from . import gated_delta, product, unpacked
 from .attention_choice import choose_attention
 from .cuda import available

@@ -6,8 +6,8 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx import nn
 
-from ...mtp.rollback import TapedCache, cache_arrays
-from ...mtp.taped_gated_delta import TapedGatedDelta
+from ...mtp.caches.rollback import TapedCache, cache_arrays
+from ...mtp.families.taped_gated_delta import TapedGatedDelta
 from .attention_choice import cache_with, random_past
 from .fused_choice import group_modules
 from .layers import LAYERS, RowsLayer, mixer_of

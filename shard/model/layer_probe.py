@@ -6,7 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...mtp.rollback import cache_arrays
+from ...mtp.caches.rollback import cache_arrays
 from ...placement.chunk import MOST
 from .stage_model import StageModel
 

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 from mlx import nn
 
-from ...mtp.family import Family, family_of
+from ...mtp.caches.rollback import fixed_kinds
+from ...mtp.families.family import Family
+from ...mtp.families.head import HeadSource, HeadUnusable
+from ...mtp.families.table import family_of
+from ...mtp.families.weights import load_head
 from ...mtp.placed_rope import place_ropes
-from ...mtp.rollback import fixed_kinds
-from ...mtp.weights import HeadSource, HeadUnusable, load_head
 from ...placement.cluster import layer_range
 from ...placement.config import hidden_size, vocabulary_size
 from ...placement.errors import InvalidCheckpoint, LoadFailed
@@ -53,7 +55,7 @@ class Loaded:
     expected: StageLimits
     codec: "TextCodec | None" = None
     head: Any = None
-    """A `mtp.head.DraftHead`, or None."""
+    """A `DraftHead`, or None."""
     head_state: str = ""
     tower: Tower | None = None
     """None: it reads no images, for the reason `images`."""

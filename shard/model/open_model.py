@@ -20,8 +20,8 @@ from mlx_lm.utils import (
     load_model,
 )
 
-from ...mtp.family import prepare
-from ...mtp.weights import cast_parameters
+from ...mtp.families.table import prepare
+from ...mtp.families.weights import cast_parameters
 from ...placement.cluster import layer_range
 from ...placement.errors import InvalidCheckpoint, LoadFailed
 from ..checkpoint.checkpoint import read_config

@@ -26,8 +26,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import _get_classes  # pyright: ignore[reportPrivateUsage]
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
-from ...mtp.family import prepare
-from ...mtp.rollback import cache_arrays, can_roll_back, rollback
+from ...mtp.caches.rollback import cache_arrays, can_roll_back, rollback
+from ...mtp.families.table import prepare
 from ...placement.cluster import layer_range
 from ...placement.config import vocabulary_size
 from ...placement.errors import InvalidCard, LoadFailed

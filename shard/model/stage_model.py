@@ -14,9 +14,9 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
+from ...mtp.caches.rollback import takes_tapes, with_tapes
+from ...mtp.caches.window import with_windows
 from ...mtp.placed_rope import RopePositions
-from ...mtp.rollback import takes_tapes, with_tapes
-from ...mtp.window import with_windows
 from ...placement.errors import InvalidCheckpoint, LoadFailed
 from ...placement.kv_bits import Source, load_refusal
 from ...placement.split_refusal import SplitRefusal

@@ -6,10 +6,10 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx import nn
 
+from ...mtp.families.weights import cast_parameters
 from ...mtp.image_blocks import see_whole_images
 from ...mtp.placed_rope import RopePositions, deepen, place_ropes
 from ...mtp.seams import FORWARD_FAULTS
-from ...mtp.weights import cast_parameters
 from ...placement.errors import InvalidRequest
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.vision import Vision, is_sound

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...mtp.depth import FixedDepth
+from ...mtp.drafting.depth import FixedDepth
 from ...mtp.sampler import Sampler
 from ...mtp.schedule import prefill_ends
 from ...mtp.seams import StopCondition

@@ -11,16 +11,16 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import QuantizedKVCache
 
-from exo_node.mtp.batch_caches import (
+from exo_node.mtp.caches.batch_caches import (
     BatchQuantizedKVCache,
     BatchWindowCache,
     change_all,
     left_aligned,
 )
-from exo_node.mtp.batch_slots import Change, order_of
-from exo_node.mtp.positions import Positions
-from exo_node.mtp.rollback import rollback
-from exo_node.mtp.window import MAX_ROLLBACK_ROWS, STEP, WindowCache
+from exo_node.mtp.caches.batch_slots import Change, order_of
+from exo_node.mtp.caches.positions import Positions
+from exo_node.mtp.caches.rollback import rollback
+from exo_node.mtp.caches.window import MAX_ROLLBACK_ROWS, STEP, WindowCache
 
 BEHIND = [(3,), (255,), (300, 1), (700, 5, 1, 1), (513,), (250, 9), (1100, 70)]
 """Rows of the forwards before the batch, by request."""

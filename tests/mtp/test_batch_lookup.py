@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from exo_node.mtp.batch_depth import ENOUGH, DraftDemand
-from exo_node.mtp.batch_lookup import (
+from exo_node.mtp.drafting.batch_depth import ENOUGH, DraftDemand
+from exo_node.mtp.drafting.batch_lookup import (
     FORGET_AFTER,
     MAX_ROUND_ROWS,
     BatchPolicy,

@@ -10,10 +10,10 @@ from shims import by_rows, perturb
 from tiny import VOCABULARY, taped_qwen
 
 from exo_node.mtp.batch_probe import batch_identity
-from exo_node.mtp.positions import Positions
+from exo_node.mtp.caches.positions import Positions
+from exo_node.mtp.caches.rollback import with_tapes
+from exo_node.mtp.families.qwen35 import Qwen35Family
 from exo_node.mtp.probe import Subject
-from exo_node.mtp.qwen35 import Qwen35Family
-from exo_node.mtp.rollback import with_tapes
 from exo_node.mtp.targets import FamilyTarget
 
 

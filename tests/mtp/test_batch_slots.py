@@ -12,15 +12,10 @@ import pytest
 from budget import seeds
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-from exo_node.mtp.batch_caches import (
-    BatchKVCache,
-    BatchTapedCache,
-    change_all,
-    left_aligned,
-)
-from exo_node.mtp.batch_slots import ROOM, Change, order_of
-from exo_node.mtp.positions import Positions
-from exo_node.mtp.rollback import RowChoice, TapedCache, cache_arrays, kept_row_index
+from exo_node.mtp.caches.batch_caches import BatchKVCache, BatchTapedCache, change_all, left_aligned
+from exo_node.mtp.caches.batch_slots import ROOM, Change, order_of
+from exo_node.mtp.caches.positions import Positions
+from exo_node.mtp.caches.rollback import RowChoice, TapedCache, cache_arrays, kept_row_index
 
 SIZE = 64
 

@@ -22,8 +22,8 @@ from test_distribution import (
     surprise,
 )
 
-from exo_node.mtp.lookup_drafts import PromptLookup
-from exo_node.mtp.lookup_length import FixedLength
+from exo_node.mtp.drafting.lookup_drafts import PromptLookup
+from exo_node.mtp.drafting.lookup_length import FixedLength
 from exo_node.mtp.types import Penalties, Sampling
 
 LENGTHS = (1, 4)

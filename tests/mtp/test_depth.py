@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from exo_node.mtp.costs import ENOUGH, RECENT, RoundCosts, bucket_of
-from exo_node.mtp.depth import (
+from exo_node.mtp.drafting.costs import ENOUGH, RECENT, RoundCosts, bucket_of
+from exo_node.mtp.drafting.depth import (
     LONGEST_STRETCH,
     LOOK_ROUNDS,
     AdaptiveDepth,

@@ -18,8 +18,8 @@ from tables import PROMPT, Logits, tell
 from exo_node.mtp import sampler as chooser
 from exo_node.mtp import sampling
 from exo_node.mtp.accept import Rule, VerifyResult, accept_by_ratio
-from exo_node.mtp.lookup_drafts import PromptLookup
-from exo_node.mtp.lookup_length import FixedLength
+from exo_node.mtp.drafting.lookup_drafts import PromptLookup
+from exo_node.mtp.drafting.lookup_length import FixedLength
 from exo_node.mtp.sampling import ACCEPT, RESIDUAL, Distribution, Noise
 from exo_node.mtp.types import Sampling
 

@@ -31,8 +31,10 @@ from models import GROUP_SIZE, make_checkpoint
 from models import Family as Name
 from tiny import row_of_ids, taped_qwen
 
-from exo_node.mtp.family import Family, draft_logits, family_of
-from exo_node.mtp.weights import HeadSource, HeadUnusable, load_head
+from exo_node.mtp.families.family import Family, draft_logits
+from exo_node.mtp.families.head import HeadSource, HeadUnusable
+from exo_node.mtp.families.table import family_of
+from exo_node.mtp.families.weights import load_head
 from exo_node.shard.model.stage_model import StageModel
 
 
@@ -207,9 +209,9 @@ def test_other_models_have_no_family() -> None:
 
 
 def test_families_are_imported_when_their_models_turn_up() -> None:
-    script = "import sys, exo_node.mtp.family\nprint(*sys.modules)"
+    script = "import sys, exo_node.mtp.families.family\nprint(*sys.modules)"
     command = [sys.executable, "-P", "-c", script]
     names = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     families = {f"mlx_lm.models.{name}" for name in FED}
-    assert "exo_node.mtp.family" in names
+    assert "exo_node.mtp.families.family" in names
     assert families.isdisjoint(names)

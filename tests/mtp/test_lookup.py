@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 from budget import seeds
 
-from exo_node.mtp import lookup_drafts
-from exo_node.mtp.lookup import (
+from exo_node.mtp.drafting import lookup_drafts
+from exo_node.mtp.drafting.lookup import (
     BYTES_PER_TOKEN,
     LONGEST_MATCH,
     MAX_CHAIN,
@@ -18,8 +18,8 @@ from exo_node.mtp.lookup import (
     Resumed,
     SuffixIndex,
 )
-from exo_node.mtp.lookup_drafts import READ_AT_ONCE, PromptLookup
-from exo_node.mtp.lookup_length import FixedLength
+from exo_node.mtp.drafting.lookup_drafts import READ_AT_ONCE, PromptLookup
+from exo_node.mtp.drafting.lookup_length import FixedLength
 
 
 def index_of(ids: Sequence[int]) -> SuffixIndex:

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from exo_node.mtp.costs import ENOUGH, RoundCosts
-from exo_node.mtp.lookup import Resumed
-from exo_node.mtp.lookup_drafts import PromptLookup
-from exo_node.mtp.lookup_length import (
+from exo_node.mtp.drafting.costs import ENOUGH, RoundCosts
+from exo_node.mtp.drafting.lookup import Resumed
+from exo_node.mtp.drafting.lookup_drafts import PromptLookup
+from exo_node.mtp.drafting.lookup_length import (
     ENOUGH_ROUNDS,
     FIRST_CHANCES,
     MARGIN,

@@ -17,6 +17,8 @@ from mlx_lm.models.cache import KVCache
 from shims import at_rows, by_contents, by_rows, perturb
 from tiny import VOCABULARY, taped_qwen
 
+from exo_node.mtp.caches.rollback import TapedCache, with_tapes
+from exo_node.mtp.families.qwen35 import Qwen35Family
 from exo_node.mtp.probe import (
     LONGEST_PROBED,
     PROMPT_ROWS,
@@ -25,8 +27,6 @@ from exo_node.mtp.probe import (
     fixed_rows_identity,
     greedy_identity,
 )
-from exo_node.mtp.qwen35 import Qwen35Family
-from exo_node.mtp.rollback import TapedCache, with_tapes
 from exo_node.mtp.seams import ForwardOutput, Want
 from exo_node.mtp.targets import FamilyTarget
 

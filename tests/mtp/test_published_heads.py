@@ -26,9 +26,9 @@ from models import Family as Name
 from readers import Reader
 from small import PROMPT, fit_head
 
-from exo_node.mtp.family import Family, draft_logits
-from exo_node.mtp.head import HiddenKind
-from exo_node.mtp.weights import HeadSource, HeadUnusable, load_head
+from exo_node.mtp.families.family import Family, draft_logits
+from exo_node.mtp.families.head import HeadSource, HeadUnusable, HiddenKind
+from exo_node.mtp.families.weights import load_head
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
 from exo_node.shard.checkpoint.head_tensors import HeadFound, HeadMissing, find_head
 from exo_node.shard.engine.text_engine import TextEngine

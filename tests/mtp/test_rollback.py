@@ -13,9 +13,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from mlx_lm.models.qwen3_5 import GatedDeltaNet, Model
 from tiny import row_of_ids, taped_qwen, tiny_qwen
 
-from exo_node.mtp.family import prepare
-from exo_node.mtp.qwen35 import TapedGatedDeltaNet
-from exo_node.mtp.rollback import (
+from exo_node.mtp.caches.rollback import (
     TapedCache,
     cache_arrays,
     can_roll_back,
@@ -23,7 +21,9 @@ from exo_node.mtp.rollback import (
     takes_tapes,
     with_tapes,
 )
-from exo_node.mtp.window import MAX_ROLLBACK_ROWS
+from exo_node.mtp.caches.window import MAX_ROLLBACK_ROWS
+from exo_node.mtp.families.qwen35 import TapedGatedDeltaNet
+from exo_node.mtp.families.table import prepare
 from exo_node.shard.model.stage_model import StageModel
 
 KINDS = {

@@ -13,10 +13,10 @@ from families import stage_of
 from models import make_checkpoint
 from tiny import row_of_ids
 
-from exo_node.mtp.batch_caches import drop_rejected, left_aligned
-from exo_node.mtp.positions import Positions
-from exo_node.mtp.rollback import cache_arrays, can_roll_back, rollback
-from exo_node.mtp.window import MAX_ROLLBACK_ROWS
+from exo_node.mtp.caches.batch_caches import drop_rejected, left_aligned
+from exo_node.mtp.caches.positions import Positions
+from exo_node.mtp.caches.rollback import cache_arrays, can_roll_back, rollback
+from exo_node.mtp.caches.window import MAX_ROLLBACK_ROWS
 from exo_node.shard.model.stage_model import StageModel
 
 LAYERS = 4

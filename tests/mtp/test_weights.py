@@ -16,9 +16,9 @@ from mlx_lm.models import lfm2_moe
 from mlx_lm.models.cache import KVCache
 from tiny import family, tiny_qwen
 
-from exo_node.mtp.head import MtpHead
-from exo_node.mtp.qwen35 import Qwen35Family
-from exo_node.mtp.weights import HeadSource, HeadUnusable, cast_parameters, load_head
+from exo_node.mtp.families.head import HeadSource, HeadUnusable, MtpHead
+from exo_node.mtp.families.qwen35 import Qwen35Family
+from exo_node.mtp.families.weights import cast_parameters, load_head
 
 Tensors = dict[str, mx.array]
 NORMS = {

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from ....mtp.batch_caches import can_batch
+from ....mtp.caches.batch_caches import can_batch
 from ....mtp.probe import FixedRowsCheck
 from ....mtp.sampler import Sampler
 from ....mtp.sampling import Noise, TargetDistribution

@@ -7,8 +7,9 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from ....mtp.batch_caches import left_aligned
-from ....mtp.positions import Positions
+from ....mtp.caches.batch_caches import left_aligned
+from ....mtp.caches.positions import Positions
+from ....mtp.caches.rollback import RowCache, holds_rows, row_count, state_arrays
 from ....mtp.probe import (
     LONGEST_PROBED,
     FixedRowsCheck,
@@ -16,7 +17,6 @@ from ....mtp.probe import (
     fixed_rows_identity,
     live_arrays,
 )
-from ....mtp.rollback import RowCache, holds_rows, row_count, state_arrays
 from ....mtp.sampling import greedy_token
 from ....mtp.seams import as_ids, as_row
 from ...engine.drafter import DraftModel

@@ -6,8 +6,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ....mtp.family import family_of
-from ....mtp.rollback import fixed_kinds, rollback
+from ....mtp.caches.rollback import fixed_kinds, rollback
+from ....mtp.families.table import family_of
 from ....mtp.sampler import Sampler
 from ....mtp.seams import ForwardOutput, Want, as_row
 from ....mtp.targets import FamilyTarget, Target, WholeTarget

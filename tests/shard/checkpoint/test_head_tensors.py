@@ -10,8 +10,9 @@ import mlx.core as mx
 import pytest
 from models import DEMO, bytes_of_ends, bytes_of_layers, make_checkpoint
 
-from exo_node.mtp.family import family_of
-from exo_node.mtp.weights import HeadSource, load_head
+from exo_node.mtp.families.head import HeadSource
+from exo_node.mtp.families.table import family_of
+from exo_node.mtp.families.weights import load_head
 from exo_node.shard.checkpoint.checkpoint import HEAD_FILES, read_checkpoint
 from exo_node.shard.checkpoint.head_tensors import HeadFound, HeadMissing, find_head
 

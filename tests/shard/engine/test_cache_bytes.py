@@ -17,7 +17,7 @@ from mlx_lm.models import cache as kinds
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.deepseek_v41 import LayerCache
 
-from exo_node.mtp.rollback import TapedCache, cache_arrays
+from exo_node.mtp.caches.rollback import TapedCache, cache_arrays
 from exo_node.mtp.steps import Prefilled, Step
 from exo_node.mtp.targets import WholeTarget
 from exo_node.placement.ids import ModelId

@@ -18,8 +18,8 @@ from plain_gated_delta import give_kernels
 from readers import GREEDY, SEEDED, Reader, prompt
 from small import LAYERS, small_spec
 
-from exo_node.mtp.batch_caches import BatchCache, BatchTapedCache, change_all
-from exo_node.mtp.batch_slots import Change
+from exo_node.mtp.caches.batch_caches import BatchCache, BatchTapedCache, change_all
+from exo_node.mtp.caches.batch_slots import Change
 from exo_node.mtp.types import Penalties, Sampling
 from exo_node.shard.engine import cache_set
 from exo_node.shard.engine.request import EngineRequest

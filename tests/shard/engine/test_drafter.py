@@ -18,8 +18,8 @@ import pytest
 from mlx_lm.models.cache import KVCache
 from tiny import VOCABULARY, family
 
-from exo_node.mtp.batch_slots import order_of
-from exo_node.mtp.rollback import row_count, state_arrays
+from exo_node.mtp.caches.batch_slots import order_of
+from exo_node.mtp.caches.rollback import row_count, state_arrays
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Drafts, as_ids, as_row
 from exo_node.mtp.types import Sampling

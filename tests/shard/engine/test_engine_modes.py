@@ -11,8 +11,8 @@ from long_runs import watched_heads
 from shims import Key, by_contents, perturb
 from small import PROMPT, small_engine, small_spec
 
-from exo_node.mtp.costs import RoundCosts
-from exo_node.mtp.depth import Prior
+from exo_node.mtp.drafting.costs import RoundCosts
+from exo_node.mtp.drafting.depth import Prior
 from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import InvalidRequest
 from exo_node.shard.engine.draft_profile import DraftProfile, DraftProfileKey, MeasuredIdentity

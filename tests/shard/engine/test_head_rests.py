@@ -15,7 +15,7 @@ from mlx_lm.models.cache import KVCache
 from readers import Reader, alone, loaded, prompt
 from small import small_spec
 
-from exo_node.mtp.batch_depth import BatchDepth, DraftDemand
+from exo_node.mtp.drafting.batch_depth import BatchDepth, DraftDemand
 from exo_node.mtp.seams import Want
 from exo_node.mtp.targets import FamilyTarget
 from exo_node.shard.engine import executor, prefill_forward

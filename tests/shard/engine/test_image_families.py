@@ -27,9 +27,9 @@ from pictures import (
 from readers import Reader, together
 from stored_prefixes import settle
 
-from exo_node.mtp.batch_caches import can_batch
-from exo_node.mtp.lookup_length import FixedLength
-from exo_node.mtp.rollback import can_roll_back
+from exo_node.mtp.caches.batch_caches import can_batch
+from exo_node.mtp.caches.rollback import can_roll_back
+from exo_node.mtp.drafting.lookup_length import FixedLength
 from exo_node.mtp.schedule import prefill_ends
 from exo_node.mtp.targets import WholeTarget
 from exo_node.shard.engine.prefill_forward import PrefillForward

@@ -31,8 +31,8 @@ from pictures import (
 from readers import Reader, together
 from stored_prefixes import settle
 
+from exo_node.mtp.families.qwen35 import Qwen35Family
 from exo_node.mtp.placed_rope import PlacedRope
-from exo_node.mtp.qwen35 import Qwen35Family
 from exo_node.mtp.targets import FamilyTarget
 from exo_node.mtp.types import Penalties, Sampling
 from exo_node.shard.engine import prefill_forward

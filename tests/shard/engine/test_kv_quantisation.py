@@ -17,8 +17,8 @@ from small import LAYERS, PROMPT, small_checkpoint
 from zoo import tiny_config
 from zoo_runs import small
 
+from exo_node.mtp.caches.rollback import rollback
 from exo_node.mtp.probe import live_arrays
-from exo_node.mtp.rollback import rollback
 from exo_node.placement.errors import LoadFailed
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.cache_parts import joined, row_bytes, rows_of

@@ -20,9 +20,9 @@ from readers import GREEDY, Reader, both_ways, engine, prompt, together
 from shims import perturb
 from small import LAYERS, small_engine, small_spec
 
-from exo_node.mtp.depth import AdaptiveDepth
-from exo_node.mtp.lookup import NO_MATCH, Match, SuffixIndex
-from exo_node.mtp.lookup_length import FixedLength
+from exo_node.mtp.drafting.depth import AdaptiveDepth
+from exo_node.mtp.drafting.lookup import NO_MATCH, Match, SuffixIndex
+from exo_node.mtp.drafting.lookup_length import FixedLength
 from exo_node.mtp.types import Penalties, Round, Sampling
 from exo_node.shard.engine.batch import Batch
 from exo_node.shard.engine.draft_profile import DraftProfile, DraftProfileKey

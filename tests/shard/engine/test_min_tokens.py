@@ -8,7 +8,7 @@ from engines import Answer, answer, request, split_engine
 from readers import Reader, alone, engine, prompt, together
 from small import small_checkpoint
 
-from exo_node.mtp.lookup_length import FixedLength
+from exo_node.mtp.drafting.lookup_length import FixedLength
 from exo_node.mtp.types import Penalties, Sampling
 from exo_node.shard.engine.loop_guard import EARLY
 from exo_node.shard.engine.request import EngineRequest

@@ -15,7 +15,7 @@ import pytest
 from engines import engine_of, load_quietly, request, spec
 from small import small_checkpoint
 
-from exo_node.mtp.rollback import cache_arrays, holds_rows
+from exo_node.mtp.caches.rollback import cache_arrays, holds_rows
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded

@@ -22,7 +22,7 @@ from engines import answer, request
 from prefixes import FIRST, OTHER, SECOND, TOKENS, cold, comparable, turn
 from stored_prefixes import MIB, cached_tokens, engine, files, opened, settle
 
-from exo_node.mtp.rollback import cache_arrays
+from exo_node.mtp.caches.rollback import cache_arrays
 from exo_node.shard.engine import prefix_disk, prefix_encoding
 from exo_node.shard.engine.prefix_encoding import CONTENT_FAULTS
 from exo_node.shard.engine.prompt_path import PromptPath

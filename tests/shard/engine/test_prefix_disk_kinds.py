@@ -30,8 +30,8 @@ from stored_prefixes import MIB, files, settle
 from zoo import VOCABULARY, tiny_config
 from zoo_runs import small
 
-from exo_node.mtp.rollback import cache_arrays
-from exo_node.mtp.window import WindowCache
+from exo_node.mtp.caches.rollback import cache_arrays
+from exo_node.mtp.caches.window import WindowCache
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.prefix_cache import PrefixCache
 from exo_node.shard.engine.prefix_disk import PrefixDisk

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from clocks import Clock
 
-from exo_node.mtp.costs import RoundCosts
+from exo_node.mtp.drafting.costs import RoundCosts
 from exo_node.shard.engine.draft_profile import SAVE_EVERY_S, DraftProfile, DraftProfileKey
 
 KEY = DraftProfileKey("chip", "f" * 64, "bfloat16", "0.32.4", 0, 0)

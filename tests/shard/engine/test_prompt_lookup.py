@@ -15,7 +15,7 @@ from readers import GREEDY, engine, prompt
 from shims import by_rows, perturb
 from small import small_engine
 
-from exo_node.mtp.lookup_length import FixedLength
+from exo_node.mtp.drafting.lookup_length import FixedLength
 from exo_node.mtp.types import Penalties, Sampling
 from exo_node.shard.engine.draft_profile import DraftProfile, DraftProfileKey
 from exo_node.shard.engine.lookup_control import LENGTHS, NOT_ASKED, STATE_LENGTHS

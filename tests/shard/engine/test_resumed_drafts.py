@@ -14,7 +14,7 @@ from engines import STORY, answer, engine_of, load_quietly, request
 from shims import by_rows, perturb
 from small import small_spec
 
-from exo_node.mtp.depth import Plan
+from exo_node.mtp.drafting.depth import Plan
 from exo_node.mtp.types import Round, Sampling
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.text_engine import TextEngine

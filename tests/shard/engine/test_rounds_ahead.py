@@ -17,10 +17,11 @@ from mlx_lm.models.cache import KVCache
 from tables import EndAt
 from tiny import VOCABULARY, taped_qwen
 
-from exo_node.mtp.costs import RoundCosts
-from exo_node.mtp.depth import AdaptiveDepth, Prior
-from exo_node.mtp.family import Family, family_of
-from exo_node.mtp.rollback import with_tapes
+from exo_node.mtp.caches.rollback import with_tapes
+from exo_node.mtp.drafting.costs import RoundCosts
+from exo_node.mtp.drafting.depth import AdaptiveDepth, Prior
+from exo_node.mtp.families.family import Family
+from exo_node.mtp.families.table import family_of
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Drafts
 from exo_node.mtp.targets import FamilyTarget

@@ -19,9 +19,9 @@ from tables import random_table, tell
 from test_probe import subject_of
 from tiny import VOCABULARY, taped_qwen
 
+from exo_node.mtp.caches.rollback import with_tapes
+from exo_node.mtp.families.qwen35 import Qwen35Family
 from exo_node.mtp.probe import fixed_rows_identity, greedy_identity, live_arrays
-from exo_node.mtp.qwen35 import Qwen35Family
-from exo_node.mtp.rollback import with_tapes
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.targets import FamilyTarget
 from exo_node.mtp.types import Round, Sampling

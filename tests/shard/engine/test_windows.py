@@ -18,9 +18,9 @@ from readers import Reader, together
 from zoo import VOCABULARY, tiny_config
 from zoo_runs import small
 
-from exo_node.mtp.lookup_length import FixedLength
+from exo_node.mtp.caches.window import WindowCache
+from exo_node.mtp.drafting.lookup_length import FixedLength
 from exo_node.mtp.types import Penalties, Sampling
-from exo_node.mtp.window import WindowCache
 from exo_node.placement.config import hidden_size
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.request import EngineRequest

@@ -11,8 +11,8 @@ from mlx_lm.models.gated_delta import compute_g, gated_delta_ops, normalize_qk
 from small import small_spec
 from tiny import row_of_ids, taped_qwen
 
-from exo_node.mtp.rollback import cache_arrays, with_tapes
-from exo_node.mtp.window import MAX_ROLLBACK_ROWS
+from exo_node.mtp.caches.rollback import cache_arrays, with_tapes
+from exo_node.mtp.caches.window import MAX_ROLLBACK_ROWS
 from exo_node.shard.kernels.chunked_delta import CHUNK, chunked_delta, log_decay, use_chunks
 from exo_node.shard.kernels.trial import relative_error
 from exo_node.shard.model.load import load

@@ -14,11 +14,11 @@ from mlx import nn
 from mlx_lm.models import qwen3_5
 from mlx_lm.utils import dequantize_model
 
-from exo_node.mtp.batch_caches import left_aligned
-from exo_node.mtp.family import prepare
-from exo_node.mtp.positions import Positions
-from exo_node.mtp.rollback import cache_arrays, with_tapes
-from exo_node.mtp.taped_gated_delta import TapedGatedDelta
+from exo_node.mtp.caches.batch_caches import left_aligned
+from exo_node.mtp.caches.positions import Positions
+from exo_node.mtp.caches.rollback import cache_arrays, with_tapes
+from exo_node.mtp.families.table import prepare
+from exo_node.mtp.families.taped_gated_delta import TapedGatedDelta
 from exo_node.shard.kernels import (
     attention_choice,
     kernel_choice,

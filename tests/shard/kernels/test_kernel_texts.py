@@ -10,7 +10,7 @@ import pytest
 from emulated import use
 from kernel_cases import delta_case, product_case
 
-from exo_node.mtp.rollback import RowChoice, kept_row_index
+from exo_node.mtp.caches.rollback import RowChoice, kept_row_index
 from exo_node.shard.kernels import gated_delta, product
 from exo_node.shard.kernels.cuda import available
 from exo_node.shard.kernels.trial import relative_error

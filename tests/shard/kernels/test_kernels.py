@@ -16,10 +16,10 @@ from mlx_lm.models import qwen3_5
 from mlx_lm.models.cache import KVCache
 from plain_gated_delta import PlainGatedDelta, give_kernel
 
-from exo_node.mtp.batch_caches import left_aligned
-from exo_node.mtp.family import prepare
-from exo_node.mtp.positions import Positions
-from exo_node.mtp.rollback import TapedCache, with_tapes
+from exo_node.mtp.caches.batch_caches import left_aligned
+from exo_node.mtp.caches.positions import Positions
+from exo_node.mtp.caches.rollback import TapedCache, with_tapes
+from exo_node.mtp.families.table import prepare
 from exo_node.shard.kernels import (
     attention,
     gated_delta,

@@ -17,9 +17,9 @@ from mlx_lm.utils import load_model
 from models import Family as Name
 from models import make_checkpoint
 
-from exo_node.mtp.family import draft_logits
-from exo_node.mtp.head import HiddenKind
-from exo_node.mtp.rollback import cache_arrays, rollback
+from exo_node.mtp.caches.rollback import cache_arrays, rollback
+from exo_node.mtp.families.family import draft_logits
+from exo_node.mtp.families.head import HiddenKind
 from exo_node.shard.model.stage_model import StageModel
 
 

@@ -14,7 +14,7 @@ from engines import answer, engine_of, load_quietly, request, spec
 from families import ORACLE, generated, with_head
 from models import Experts, Family, make_checkpoint
 
-from exo_node.mtp.weights import HeadSource
+from exo_node.mtp.families.head import HeadSource
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
 from exo_node.shard.checkpoint.head_tensors import HeadFound, HeadMissing, find_head
 from exo_node.shard.model.head_files import backbone_is_raw, head_arrays

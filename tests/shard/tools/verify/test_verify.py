@@ -25,11 +25,11 @@ from tiny import VOCABULARY, taped_qwen
 from exo_node.mtp import batch_verdict
 from exo_node.mtp.accept import VerifyResult, accept_matching
 from exo_node.mtp.batch_verdict import RowDrafts
-from exo_node.mtp.family import draft_logits
-from exo_node.mtp.positions import Positions
+from exo_node.mtp.caches.positions import Positions
+from exo_node.mtp.caches.rollback import TapedCache, rollback, with_tapes
+from exo_node.mtp.families.family import draft_logits
+from exo_node.mtp.families.qwen35 import Qwen35Family
 from exo_node.mtp.probe import FixedRowsCheck
-from exo_node.mtp.qwen35 import Qwen35Family
-from exo_node.mtp.rollback import TapedCache, rollback, with_tapes
 from exo_node.mtp.sampling import Distribution, Noise
 from exo_node.mtp.targets import FamilyTarget
 from exo_node.node.cli.verify import run_verify

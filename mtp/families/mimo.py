@@ -16,8 +16,7 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
 from .family import Family
-from .head import HiddenKind
-from .weights import HeadSource, HeadUnusable
+from .head import HeadSource, HeadUnusable, HiddenKind
 
 _OWN = ("token_layernorm.", "hidden_layernorm.", "input_proj.", "final_layernorm.")
 

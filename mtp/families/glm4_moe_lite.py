@@ -8,9 +8,9 @@ from typing import ClassVar
 
 from mlx_lm.models import glm4_moe_lite
 
+from ..caches.rollback import Swaps
 from .latent_attention import BlockLatentAttention
 from .nextn import NextnFamily
-from .rollback import Swaps
 
 
 class Glm4MoeLiteBlockAttention(BlockLatentAttention, glm4_moe_lite.Glm4MoeLiteAttention):

@@ -21,10 +21,9 @@ from mlx import nn
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
+from ..caches.rollback import RowCache, parts_of, swap_classes
 from .family import Family
-from .head import HiddenKind
-from .rollback import RowCache, parts_of, swap_classes
-from .weights import HeadSource, HeadUnusable
+from .head import HeadSource, HeadUnusable, HiddenKind
 
 _OWN = ("enorm.", "hnorm.", "eh_proj.", "shared_head.norm.")
 

@@ -13,11 +13,10 @@ from mlx import nn
 from mlx_lm.models import nemotron_h
 from mlx_lm.models.ssm import ssm_update
 
-from .head import HiddenKind
+from ..caches.rollback import Swaps, TapedCache, TapedLayer, rows_of_each
+from ..caches.window import MAX_ROLLBACK_ROWS
+from .head import HeadSource, HeadUnusable, HiddenKind
 from .nextn import NextnFamily, NextnHead
-from .rollback import Swaps, TapedCache, TapedLayer, rows_of_each
-from .weights import HeadSource, HeadUnusable
-from .window import MAX_ROLLBACK_ROWS
 
 
 class TapedMamba(TapedLayer, nemotron_h.NemotronHMamba2Mixer):

@@ -11,9 +11,9 @@ from mlx_lm.models import deepseek_v32
 from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import CacheList, KVCache
 
+from ..caches.rollback import RowCache, Swaps
 from .latent_attention import MAX_BLOCK_ROWS
 from .nextn import NextnFamily
-from .rollback import RowCache, Swaps
 
 
 class DeepseekV32BlockAttention(deepseek_v32.DeepseekV32Attention):

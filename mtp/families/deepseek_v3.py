@@ -4,9 +4,9 @@ from typing import ClassVar
 
 from mlx_lm.models import deepseek_v3
 
+from ..caches.rollback import Swaps
 from .latent_attention import BlockLatentAttention
 from .nextn import NextnFamily
-from .rollback import Swaps
 
 
 class DeepseekV3BlockAttention(BlockLatentAttention, deepseek_v3.DeepseekV3Attention):

@@ -6,9 +6,9 @@ from typing import ClassVar
 import mlx.core as mx
 from mlx_lm.models import qwen3_5
 
+from ..caches.rollback import Swaps
 from .head import HiddenKind
 from .qwen import QwenFamily
-from .rollback import Swaps
 from .taped_gated_delta import TapedGatedDelta
 
 

@@ -9,8 +9,8 @@ from mlx import nn
 from mlx_lm.models.cache import ArraysCache
 from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
 
-from .rollback import RowChoice, TapedCache, TapedLayer, rows_of_each
-from .window import MAX_ROLLBACK_ROWS
+from ..caches.rollback import RowChoice, TapedCache, TapedLayer, rows_of_each
+from ..caches.window import MAX_ROLLBACK_ROWS
 
 MAX_KERNEL_ROWS = 16
 """Rows of one launch of a layer's kernel, which returns the state behind each row, so that a

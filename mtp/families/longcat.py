@@ -10,10 +10,10 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models import longcat_flash
 
+from ..caches.rollback import Swaps
+from .head import HeadSource, HeadUnusable
 from .latent_attention import BlockLatentAttention
 from .nextn import NextnFamily, NextnHead
-from .rollback import Swaps
-from .weights import HeadSource, HeadUnusable
 
 
 class LongcatBlockAttention(BlockLatentAttention, longcat_flash.LongcatFlashMLA):

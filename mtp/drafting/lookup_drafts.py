@@ -4,9 +4,9 @@ from array import array
 from collections.abc import Sequence
 from typing import Final
 
+from ..types import Round
 from .lookup import LONGEST_MATCH, NO_MATCH, RESUMABLE, Match, SuffixIndex
 from .lookup_length import LengthPolicy
-from .types import Round
 
 READ_AT_ONCE: Final = 16_384
 """Tokens of a prompt that are indexed between two rounds: a few milliseconds of work."""

@@ -1,4 +1,4 @@
-"""The interface of a draft head, and the head of Qwen3-Next, 3.5 and 3.6.
+"""The interface of a draft head, its tensors, and the head of Qwen3-Next, 3.5 and 3.6.
 
 For row i, with the target's hidden H_i and the next token t: x = fc([norm(embed(t)); norm(H_i)]),
 one full-attention decoder layer, y = norm(x). The shared lm_head of y predicts the token after t;
@@ -6,7 +6,8 @@ y takes the place of H for the next depth. Order and norms as in vLLM's qwen3_5_
 transformers' MtpModel.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import mlx.core as mx
@@ -14,10 +15,29 @@ from mlx import nn
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
-from .rollback import RowCache
+from ..caches.rollback import RowCache
 
 HiddenKind = Literal["post_norm", "pre_norm"]
 """The backbone's hidden states that a head reads: after the final norm or before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSource:
+    """A head's tensors under their canonical names (`fc.weight`, …), lazily loaded.
+
+    `backbone_is_raw`: whether the backbone stores norms as w - 1; None if the head has a file of
+    its own, whose layout may differ.
+    """
+
+    tensors: Mapping[str, mx.array]
+    backbone_is_raw: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadUnusable:
+    """Why a head that was found cannot be used, and what to do about it."""
+
+    reason: str
 
 
 class DraftHead(Protocol):

@@ -5,8 +5,8 @@ from typing import ClassVar
 import mlx.core as mx
 from mlx_lm.models import qwen3_next
 
+from ..caches.rollback import Swaps
 from .qwen import QwenFamily
-from .rollback import Swaps
 from .taped_gated_delta import TapedGatedDelta
 
 

@@ -1,7 +1,4 @@
-"""A model family, by which the engine drafts and verifies.
-
-Each family has a file in this folder, and a case in `_class_for`.
-"""
+"""A model family, by which the engine drafts and verifies: the base class."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -9,10 +6,9 @@ from typing import Any, ClassVar
 import mlx.core as mx
 from mlx import nn
 
+from ..caches.rollback import Swaps
 from .draft_vocabulary import first_rows
-from .head import DraftHead, HiddenKind
-from .rollback import Swaps, swap_classes
-from .weights import HeadSource, HeadUnusable
+from .head import DraftHead, HeadSource, HeadUnusable, HiddenKind
 
 
 class Family:
@@ -24,7 +20,7 @@ class Family:
     hidden_kinds: ClassVar[tuple[HiddenKind, ...]] = ("post_norm",)
     """The kinds of hidden states that `hidden` can give, the usual one first."""
     swaps: ClassVar[Swaps] = {}
-    """The layer classes that `prepare` replaces."""
+    """The layer classes that `table.prepare` replaces."""
     body: ClassVar[str] = "model"
     """The model's part with the layers, by name."""
 
@@ -71,58 +67,9 @@ class Family:
         raise NotImplementedError
 
 
-def family_of(model: nn.Module, hidden_kind: HiddenKind | None = None) -> Family | None:
-    """The family of a loaded mlx-lm model; None if there is no file for it.
-
-    `hidden_kind`: the head's input, one of the family's `hidden_kinds`; None: the usual one.
-    """
-    family_class = _class_for(model)
-    return None if family_class is None else family_class(model, hidden_kind)
-
-
-def prepare(model: nn.Module) -> None:
-    """Replaces layer classes of a loaded model so that its rows can be rolled back, and so that a
-    verify computes the same bits as single rows."""
-    if (family_class := _class_for(model)) is not None:
-        swap_classes(model, family_class.swaps)
-
-
 def draft_logits(
     family: Family, head: DraftHead, vocabulary: int = 0
 ) -> Callable[[mx.array], mx.array]:
     """(1, n, H) of the head's output -> (1, n, V), or of the first `vocabulary` ids only."""
     lm_head = first_rows(family.output, vocabulary) if vocabulary else family.lm_head
     return lambda output: lm_head(head.read_out(output))
-
-
-def _class_for(model: nn.Module) -> type[Family] | None:
-    """The class for a module of mlx-lm, which has over a hundred: one is imported only for a model
-    of its family."""
-    match type(model).__module__.removeprefix("mlx_lm.models."):
-        case "qwen3_5" | "qwen3_5_moe":
-            from .qwen35 import Qwen35Family as family_class
-        case "qwen3_next":
-            from .qwen3_next import Qwen3NextFamily as family_class
-        case "deepseek_v3":
-            from .deepseek_v3 import DeepseekV3Family as family_class
-        case "deepseek_v32" | "glm_moe_dsa":
-            from .deepseek_v32 import DeepseekV32Family as family_class
-        case "glm4_moe":
-            from .glm4_moe import Glm4MoeFamily as family_class
-        case "glm4_moe_lite":
-            from .glm4_moe_lite import Glm4MoeLiteFamily as family_class
-        case "ernie4_5" | "ernie4_5_moe":
-            from .ernie import ErnieFamily as family_class
-        case "longcat_flash":
-            from .longcat import LongcatFamily as family_class
-        case "mimo":
-            from .mimo import MimoFamily as family_class
-        case "mimo_v2_flash":
-            from .mimo_v2 import MimoV2Family as family_class
-        case "step3p5":
-            from .step3p5 import StepFamily as family_class
-        case "nemotron_h":
-            from .nemotron_h import NemotronFamily as family_class
-        case _:
-            return None
-    return family_class

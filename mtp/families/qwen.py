@@ -7,8 +7,7 @@ import mlx.core as mx
 from mlx import nn
 
 from .family import Family
-from .head import MtpHead
-from .weights import HeadSource, HeadUnusable
+from .head import HeadSource, HeadUnusable, MtpHead
 
 _EXPERT = re.compile(r"(.*\.mlp)\.experts\.(\d+)\.(gate|up|down)_proj\.(.+)")
 _FUSED = re.compile(r"(.*\.mlp)\.experts\.gate_up_proj(\.weight|\.scales|\.biases)?")

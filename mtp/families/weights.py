@@ -1,43 +1,23 @@
 """Loads a draft head from the parameters that its family makes of a checkpoint's tensors."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models.switch_layers import SwitchLinear
 
+from .family import Family
+from .head import HeadSource, HeadUnusable
+
 _BITS = (2, 3, 4, 5, 6, 8)
 _GROUPS = (32, 64, 128)
 _AS_STORED = ("A_log", "e_score_correction_bias")
 """Parameters of draft heads that mlx-lm's models of the same families compute with in float32."""
 
-if TYPE_CHECKING:
-    from .family import Family
 
-
-@dataclass(frozen=True, slots=True)
-class HeadSource:
-    """A head's tensors under their canonical names (`fc.weight`, …), lazily loaded.
-
-    `backbone_is_raw`: whether the backbone stores norms as w - 1; None if the head has a file of
-    its own, whose layout may differ.
-    """
-
-    tensors: Mapping[str, mx.array]
-    backbone_is_raw: bool | None
-
-
-@dataclass(frozen=True, slots=True)
-class HeadUnusable:
-    """Why a head that was found cannot be used, and what to do about it."""
-
-    reason: str
-
-
-def load_head(family: "Family", source: HeadSource, dtype: mx.Dtype | None) -> Any:
+def load_head(family: Family, source: HeadSource, dtype: mx.Dtype | None) -> Any:
     """Loads `source` into a head and evaluates it; `dtype` None keeps the checkpoint's.
 
     Returns a `DraftHead`, or HeadUnusable.

@@ -12,8 +12,8 @@ from typing import Final
 import mlx.core as mx
 from mlx_lm.models import ernie4_5, ernie4_5_moe
 
+from .head import HeadSource, HeadUnusable
 from .nextn import NextnFamily, NextnHead
-from .weights import HeadSource, HeadUnusable
 
 _NAMES: Final[Mapping[str, str]] = {
     "mtp_emb_norm.0.": "enorm.",

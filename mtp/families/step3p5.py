@@ -13,9 +13,8 @@ import mlx.core as mx
 from mlx_lm.models import step3p5
 from mlx_lm.models.base import create_attention_mask
 
-from .head import HiddenKind
+from .head import HeadSource, HeadUnusable, HiddenKind
 from .nextn import NextnFamily, NextnHead, placed
-from .weights import HeadSource, HeadUnusable
 
 _RAW_NORM = "transformer.shared_head."
 """The publisher's name, whose checkpoint stores norms as w - 1."""

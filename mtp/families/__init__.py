@@ -1,0 +1,24 @@
+"""Model families: what each needs to draft, and to verify bit for bit.
+
+deepseek_v3.py: the DeepSeek-V3 family
+deepseek_v32.py: the DeepSeek-V3.2 and GLM-5 families
+draft_vocabulary.py: drafts from the first rows of lm_head only
+ernie.py: the Ernie-4.5 family
+family.py: the base class of a model family: the parts of a model that drafts
+glm4_moe.py: the GLM-4.x MoE family
+glm4_moe_lite.py: the GLM-4.7-Flash family
+head.py: the interface of a draft head, its tensors, and the head of the Qwen families
+latent_attention.py: latent attention whose blocks compute what single rows do
+longcat.py: the LongCat-Flash family, head layer included
+mimo.py: the MiMo family, head included
+mimo_v2.py: the MiMo-V2-Flash family, by the first layer of its head
+nemotron_h.py: the Nemotron-H family, its recurrent layer included
+nextn.py: the common part of DeepSeek-V3 and GLM, head included
+qwen.py: the common part of the Qwen families
+qwen35.py: the Qwen3.5 family
+qwen3_next.py: the Qwen3-Next family
+step3p5.py: the Step-3.5 family, by the first layer of its head
+table.py: the family of a loaded model: the table of classes
+taped_gated_delta.py: a recurrent layer whose rows can be rolled back
+weights.py: loads a draft head: quantisation, dtype, missing tensors
+"""
