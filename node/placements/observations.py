@@ -163,7 +163,8 @@ class Observations:
     # ------------------------------------------------------------------ failures
 
     def fail(self, runner: StageRunner, kind: FailureKind, error: ExoNodeError) -> None:
-        """A loss counts as one of the model's if the runner owned its stage."""
+        """A loss counts as one of the model's if the runner owned its stage. One that was loaded to
+        take over and cannot be called counts against its node."""
         node, name, stage = runner.key
         siblings = [
             each
@@ -173,7 +174,9 @@ class Observations:
         placement = placement_of(name, siblings) if siblings else None
         owner = None if placement is None else placement.owners.get(stage)
         if kind in ("loss", "unreached") and owner is not None and owner.key != runner.key:
-            return
+            if kind == "loss":
+                return
+            kind = "node"
         failure = RunnerFailure(runner.plan.model, node, kind, self._clock(), name, stage, error)
         self.failures.append(failure)
 

@@ -151,6 +151,8 @@ class PlacementRecords:
         self._set_placement(record, placement)
         if placement.connected and not (before is not None and before.connected):
             self._note_ready(record, first=before is None or not record.proven, adopts=adopts)
+        elif placement.connected and before is not None and placement.nodes != before.nodes:
+            self._note_moved(record)
 
     def _set_placement(self, record: LoadedPlacement, placement: ObservedPlacement | None) -> None:
         """Notes a loss where it was connected and the runner of a stage is gone or hangs."""
@@ -206,6 +208,12 @@ class PlacementRecords:
             seconds = now - record.begun_at
             text = f"placed {model} in {seconds:.1f} s: {first_clause(record.plan.reason)}"
             self._add("placed", text, record, seconds=round(seconds, 3))
+
+    def _note_moved(self, record: LoadedPlacement) -> None:
+        """A stage was loaded on another node and connected in place of the former one."""
+        record.step, record.moved = "", record.moves(self._facts.name)
+        where = record.moved or f"on {record.where(self._facts.name)}, as planned"
+        self._add("replanned", f"{record.card.id} changed over: {where}", record)
 
     def _end(self, record: LoadedPlacement) -> None:
         """Its last runner is gone. A failed or lost one of a model without another stays."""

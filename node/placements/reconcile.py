@@ -82,6 +82,7 @@ def _keep(here: Situation, desired: Desired) -> None:
         elif placement.ready:
             _connect(here, placement)
             _move_off(here, desired, placement)
+            _spread(here, desired, placement)
             _settle(here, desired, placement)
 
 
@@ -90,11 +91,17 @@ def _connect(here: Situation, placement: ObservedPlacement) -> None:
     broken = here.observed.broken.get(placement.id) == placement.epoch and len(placement.plan) > 1
     if placement.connected and not broken:
         return
+    why = "an answer broke off though all stages answer" if broken else "all stages are ready"
+    _connect_as(here, placement, placement.owners, why)
+
+
+def _connect_as(
+    here: Situation, placement: ObservedPlacement, owners: Mapping[int, StageRunner], why: str
+) -> None:
     here.serial += 1
     epoch = Epoch(here.view.term, here.serial, here.view.head)
-    owners = tuple(placement.owners[stage].key for stage in sorted(placement.owners))
-    why = "an answer broke off though all stages answer" if broken else "all stages are ready"
-    here.actions.append(Connect(placement.id, epoch, owners, why))
+    keys = tuple(owners[stage].key for stage in sorted(owners))
+    here.actions.append(Connect(placement.id, epoch, keys, why))
 
 
 def _replace_stages(here: Situation, desired: Desired, placement: ObservedPlacement) -> None:
@@ -172,10 +179,42 @@ def _move_off(here: Situation, desired: Desired, placement: ObservedPlacement) -
             here.load(Load(key, placement.plan, f"node {node} is leaving", extra=True))
 
 
+def _spread(here: Situation, desired: Desired, placement: ObservedPlacement) -> None:
+    """Moves a stage that shares a node to one without, the planned one first; while it is idle.
+
+    It is loaded beside the present one, and then connected in its place: no answer waits for that.
+    """
+    idle = here.idle_s(desired, placement) >= here.timing.refill_every_s
+    if not (idle and placement.connected and _may_spread(here, desired, placement)):
+        return
+    stage = placement.crowded[0]
+    barred = {*placement.nodes, *here.draining}
+    if incoming := placement.successors(stage, barred):
+        if incoming[0].state == "ready":
+            owners = {**placement.owners, stage: incoming[0]}
+            _connect_as(here, placement, owners, f"its stage {stage} no longer shares a node")
+        return
+    free = {n: size for n, size in here.free.items() if n not in barred and here.is_steady(n)}
+    planned = placement.plan.nodes[stage]
+    for able in ({n: size for n, size in free.items() if n == planned}, free):
+        node = _node_for(here, desired, placement, stage, able)
+        if node is not None:
+            why = f"stage {stage} shares node {placement.owners[stage].key.node} with another one"
+            key = RunnerKey(node, placement.id, stage)
+            here.load(Load(key, placement.plan, why, extra=True))
+            return
+
+
+def _may_spread(here: Situation, desired: Desired, placement: ObservedPlacement) -> bool:
+    """Whether stages share a node, and no other model waits for the memory of one more runner."""
+    others = here.observed.waiting.keys() - {desired.model}
+    leaving = not here.draining.isdisjoint(placement.nodes)
+    return bool(placement.crowded) and not (desired.removed or others or leaving)
+
+
 def _settle(here: Situation, desired: Desired, placement: ObservedPlacement) -> None:
     """Plans a displaced placement again: when it is idle and that pays, or on a request."""
-    used_at = max(placement.loaded_at, desired.used_at)
-    idle = not here.is_used(placement) and here.now - used_at >= here.timing.settle_after_s
+    idle = here.idle_s(desired, placement) >= here.timing.settle_after_s
     requested = here.is_requested_since(desired, placement)
     if desired.removed or not (placement.connected and placement.displaced and (idle or requested)):
         return
@@ -184,6 +223,8 @@ def _settle(here: Situation, desired: Desired, placement: ObservedPlacement) -> 
     free = here.without(beside_replicas(here, desired, placement), placement.runners)
     planned = here.view.plan(desired, free, frugal=placement.plan.frugal)
     if isinstance(planned, ExoNodeError):
+        return
+    if not (requested or all(map(here.is_steady, planned.nodes))):
         return
     present = here.view.seconds(placement.plan, placement.nodes)
     bounds = desired.options
@@ -212,7 +253,7 @@ def _unload_rest(here: Situation, desired: Desired, *, is_needed: bool) -> None:
             if stays:
                 if runner is placement.owners.get(runner.key.stage):
                     continue
-                if _is_next_owner(here, placement, runner):
+                if _is_next_owner(here, desired, placement, runner):
                     continue
             fenced = runner.epoch != Epoch() and runner.epoch not in complete
             if here.in_use(runner, placement) and not overdue:
@@ -237,11 +278,17 @@ def _may_unload(here: Situation, runner: StageRunner) -> bool:
     return not runner.adopted or (node.follows and here.now - known_since >= here.timing.takeover_s)
 
 
-def _is_next_owner(here: Situation, placement: ObservedPlacement, runner: StageRunner) -> bool:
-    """Whether it takes the place of a runner that is lost, or on a node that leaves."""
-    owner = placement.owners.get(runner.key.stage)
-    successors = placement.successors(runner.key.stage, here.draining)
+def _is_next_owner(
+    here: Situation, desired: Desired, placement: ObservedPlacement, runner: StageRunner
+) -> bool:
+    """Whether it takes the place of a runner that is lost, or on a node that leaves or is shared.
+    """
+    stage, barred = runner.key.stage, here.draining
+    owner = placement.owners.get(stage)
     is_needed = owner is None or owner.key.node in here.draining
+    if not is_needed and stage in placement.crowded[:1]:
+        is_needed, barred = _may_spread(here, desired, placement), {*barred, *placement.nodes}
+    successors = placement.successors(stage, barred)
     return is_needed and runner.key in [each.key for each in successors[:1]]
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 
 from ...placement.ids import ModelId, NodeId, PlacementId
@@ -66,6 +67,16 @@ class ObservedPlacement:
         """Not where the planner wanted it, or planned while nodes were missing."""
         moved = any(r.key.node != self.plan.nodes[s] for s, r in self.owners.items())
         return moved or self.plan.displaced
+
+    @property
+    def crowded(self) -> list[int]:
+        """Stages that were moved to a node with another one: its loss takes both."""
+        nodes = self.nodes
+        return [
+            stage
+            for stage, runner in sorted(self.owners.items())
+            if nodes.count(runner.key.node) > 1 and runner.key.node != self.plan.nodes[stage]
+        ]
 
     @property
     def since(self) -> float:
@@ -193,6 +204,11 @@ class Situation:
             runner.requests for runner in placement.runners
         )
 
+    def idle_s(self, desired: Desired, placement: ObservedPlacement) -> float:
+        """Seconds since the placement was loaded or its model used; 0 while answers run on it."""
+        used_at = max(placement.loaded_at, desired.used_at)
+        return 0.0 if self.is_used(placement) else self.now - used_at
+
     def answers_on(self, placement: ObservedPlacement) -> int:
         answers = self.observed.answers.items()
         return sum(count for (name, _), count in answers if name == placement.id)
@@ -292,6 +308,16 @@ class Situation:
             and self.now - f.at < self.timing.refill_every_s
             and not (f.node in self.nodes and self.nodes[f.node].alive_since > f.at)
         }
+
+    def is_steady(self, node: NodeId) -> bool:
+        """Whether the node has been well for long enough to move a stage to it unasked: ten
+        seconds after its first failure, then 20, 40, …, so that none wanders with a flapping one.
+        """
+        times = sorted(f.at for f in self.observed.failures if f.node == node)
+        gap_s = self.timing.refill_every_s
+        count = sum(later - at >= gap_s for at, later in pairwise([-inf, *times]))
+        pause_s = min(self.timing.settle_after_s, gap_s * 2.0 ** max(0, count - 1))
+        return self.now - max(self.nodes[node].alive_since, *times[-1:], -inf) >= pause_s
 
     # ------------------------------------------------------------------ memory and actions
 

@@ -49,6 +49,9 @@ WHOLE = staged_plan("m", "a4")
 PAIR = staged_plan("m", "a2", "b2", options=SPLIT)
 TRIO = staged_plan("m", "a2", "b1", "c1", options=THREE)
 LOADED, TWIN = runners("p", WHOLE), runners("p", PAIR)
+SHARING = [*runners("p", TRIO)[:2], runner("p", 2, "a", TRIO, ONE)]
+"""The third stage was moved to the node of the first one."""
+SPARE = runner("p", 2, "c", TRIO)
 OTHER = runners("o", staged_plan("n", "a4"))
 ELSEWHERE = runners("q", staged_plan("m", "b4"))
 
@@ -66,6 +69,7 @@ def first(model: ModelId = M, **fields: object) -> Desired:
 
 
 PAIRED = wish(options=SPLIT)
+SPREAD = wish(used_s=11, options=THREE)
 AUTO = wish(replicas=1, auto_replicas=True)
 AUTO_PAIR = replace(AUTO, replicas=2)
 CROWDED = Demand(crowded_since=NOW - 11)
@@ -414,6 +418,9 @@ CASES = [
          speeds={"b": 0.02}, answers=[(P, ONE)]),
     Case("not for five per cent", [], [wish(used_s=130)],
          runners=[runner("p", 0, "b", WHOLE, ONE)], speeds={"b": 0.0105}),
+    Case("not to a node that comes and goes", [], [wish(used_s=130)],
+         runners=[runner("p", 0, "b", WHOLE, ONE)], speeds={"b": 0.02, "c": 0.02},
+         failures=[*failed("node", last_s=19), *failed("node", last_s=60)]),
     Case("at once where it is requested again", ["replan p", "unload p/0 on b"],
          [wish(requested_at=NOW - 1)], runners=[runner("p", 0, "b", WHOLE, ONE)],
          speeds={"b": 0.02}),
@@ -425,6 +432,45 @@ CASES = [
          runners=runners("p", replace(staged_plan("m", "b4"), options=PINNED, displaced=True))),
     Case("what nothing displaced stays where it is", [], [wish(used_s=130)],
          runners=runners("p", staged_plan("m", "b4")), speeds={"b": 0.02}),
+    # ------------------------------------------------------------------ stages that share a node
+    Case("a stage that shares a node is loaded where it was planned", ["extra p/2 on c"], [SPREAD],
+         room(a=100, b=100, c=40, d=100), SHARING),
+    Case("on another node without a stage where that one is away", ["extra p/2 on d"], [SPREAD],
+         "a b c! d", SHARING),
+    Case("not on one without room", [], [SPREAD], room(a=100, b=100, c=9), SHARING),
+    Case("nor on one that leaves", [], [SPREAD], "a b c?", SHARING),
+    Case("nor on one that a person excludes", [],
+         [replace(SPREAD, options=replace(THREE, exclude=frozenset({C})))],
+         runners=[replace(r, plan=replace(TRIO, options=replace(THREE, exclude=frozenset({C}))))
+                  for r in SHARING]),
+    Case("not before ten idle seconds", [], [wish(used_s=9, options=THREE)], runners=SHARING),
+    Case("not while it answers at all", [], [SPREAD], runners=SHARING, answers=[(P, ONE)]),
+    Case("not within ten seconds of the node's failure", [], [SPREAD], runners=SHARING,
+         failures=failed("extra", node="c", last_s=9)),
+    Case("a failure counts once, of however many stages and calls", ["extra p/2 on c"], [SPREAD],
+         runners=SHARING, failures=failed("gone", "loss", "node", node="c", last_s=11)),
+    Case("not within twenty seconds of its second one", [], [SPREAD], runners=SHARING,
+         failures=[*failed("node", node="c", last_s=19), *failed("node", node="c", last_s=60)]),
+    Case("afterwards it is", ["extra p/2 on c"], [SPREAD], runners=SHARING,
+         failures=[*failed("node", node="c", last_s=21), *failed("node", node="c", last_s=60)]),
+    Case("not within ten seconds of its return", [], [SPREAD],
+         (*nodes("a b"), LiveNode(C, 100, alive_since=NOW - 9)), SHARING),
+    Case("a failure of another node does not matter", ["extra p/2 on c"], [SPREAD],
+         runners=SHARING, failures=failed("loss", node="b", last_s=9)),
+    Case("what is loaded for it is connected in its place", ["connect p: a b c"], [SPREAD],
+         runners=[*SHARING, SPARE]),
+    Case("once it is ready", [], [SPREAD], runners=[*SHARING, replace(SPARE, state="loading")]),
+    Case("and no answer runs", [], [SPREAD], runners=[*SHARING, SPARE], answers=[(P, ONE)]),
+    Case("it takes over at once where the shared node dies", ["load p/0 on b"], [SPREAD],
+         "a! b c", [*SHARING, SPARE], answers=[(P, ONE)]),
+    Case("it goes where another model waits", ["unload p/2 on c", "load n1/0 on a"],
+         [SPREAD, first(N)], runners=[*SHARING, SPARE], waiting={N: NOW - 1}),
+    Case("nor is it loaded then", ["load n1/0 on a"], [SPREAD, first(N)], runners=SHARING,
+         waiting={N: NOW - 1}),
+    Case("the former one goes afterwards", ["kill p/2 on a"], [SPREAD],
+         runners=[*runners("p", TRIO, TWO), runner("p", 2, "a", TRIO, ONE)]),
+    Case("stages that were planned for one node stay there", [],
+         [SPREAD], runners=runners("p", staged_plan("m", "a2", "a1", "b1", options=THREE))),
     # ------------------------------------------------------------------ replicas
     Case("a second replica goes to a node without the model", ["extra n1/0 on b"],
          [wish(replicas=2)], runners=LOADED),

@@ -319,6 +319,66 @@ def test_a_whole_models_answers_end_on_the_node_that_drains() -> None:
     play_story(story)
 
 
+def kinds(world: World, kind: str) -> list[str]:
+    return [e.text for e in world.heads[NodeId("a")].events.entries() if e.kind == kind]
+
+
+def test_two_stages_on_one_node_part_once_the_third_node_is_back() -> None:
+    async def story(world: World) -> None:
+        await placed(world, TRIO)
+        planned = world.serving(M)[0]
+        await world.kill("c")
+        await world.until(lambda: world.serving(M) and len(set(world.serving(M)[0])) == 2)
+        world.start("c")
+        answer = world.ask(M, 40)
+        await asyncio.sleep(35)
+        assert len(set(world.serving(M)[0])) == 2, "an answer runs"
+        await answer
+        done_at = world.now
+        await world.until(lambda: world.serving(M) == [planned], 20)
+        assert world.now - done_at > 10, "its next turn finds what was cached"
+        await world.until(lambda: len(world.processes()) == 3, 5)
+        assert loads(world) == 5
+        record = world.leader().records[0]
+        assert (record.moved, record.step, record.status) == ("", "", "ready")
+        assert kinds(world, "replanned")[-1].startswith("m changed over: on ")
+        before = list(world.calls)
+        await asyncio.sleep(300)
+        assert world.calls == before, "it rests"
+
+    play_story(story)
+
+
+def test_no_stage_wanders_with_a_node_that_comes_and_goes() -> None:
+    async def story(world: World) -> None:
+        await placed(world, TRIO)
+        before = loads(world)
+        for _ in range(12):
+            await world.kill("c")
+            await asyncio.sleep(6)
+            world.start("c")
+            await asyncio.sleep(19)
+        assert loads(world) - before <= 6, "in five minutes"
+        await world.until(lambda: world.serving(M) and len(set(world.serving(M)[0])) == 3, 300)
+
+    play_story(story)
+
+
+def test_an_answer_that_begins_while_a_stage_moves_is_not_cut() -> None:
+    async def story(world: World) -> None:
+        await placed(world, TRIO)
+        await world.kill("c")
+        await world.until(lambda: world.serving(M))
+        world.start("c")
+        await world.until(lambda: len(world.processes()) == 4)
+        epochs = {process.epoch.number for _, _, process in world.processes() if process.epoch}
+        await world.ask(M, 30)
+        assert {p.epoch.number for _, _, p in world.processes() if p.epoch} == epochs
+        await world.until(lambda: len(set(world.serving(M)[0])) == 3, 20)
+
+    play_story(story)
+
+
 def test_the_next_head_reads_the_placement_from_its_runners() -> None:
     async def story(world: World) -> None:
         await placed(world, replace(PAIR, exclude=frozenset({NodeId("a")})))
