@@ -79,6 +79,7 @@ SLOW_FILES = {
         "processes/test_prefix_move",
         "processes/test_head_answers",
         "processes/test_kills",
+        "processes/test_shared_node",
         "processes/test_join_nodes",
         "processes/test_node",
         "processes/test_cluster",
