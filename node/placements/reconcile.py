@@ -281,7 +281,7 @@ def _may_unload(here: Situation, runner: StageRunner) -> bool:
 def _is_next_owner(
     here: Situation, desired: Desired, placement: ObservedPlacement, runner: StageRunner
 ) -> bool:
-    """Whether it takes the place of a runner that is lost, or on a node that leaves or is shared."""
+    """Whether it takes the place of a runner that is lost, or whose node leaves or is shared."""
     stage, barred = runner.key.stage, here.draining
     owner = placement.owners.get(stage)
     is_needed = owner is None or owner.key.node in here.draining
