@@ -249,7 +249,7 @@ class ModelList:
     def _fit(self, card: ModelCard, view: ClusterView) -> Fit:
         """Planning for many nodes takes tenths of a second, so an answer is kept."""
         nodes = tuple(
-            (node.id, node.memory_bytes >> 28, node.profile, node.profile_dtype)
+            (node.id, node.memory_bytes >> 28, node.profile, node.profile_dtype, node.measured)
             for node in view.nodes
         )
         key = (card, view.head, view.kv_bits, view.kv_refusal(card.id), nodes)

@@ -51,7 +51,9 @@ class Node:
         self._stack = AsyncExitStack()
         self._background: list[asyncio.Task[None]] = []
         self._leaving = Drain(local.timing)
-        self._supervisor = Supervisor(_runner_host(local), self._runner_ended)
+        self._supervisor = Supervisor(
+            _runner_host(local), self._runner_ended, local.profiling.correct
+        )
         desired = DesiredPlacements(keep_alive_s=settings.keep_alive)
         self._peering = peering = PeerWiring(
             local, self._supervisor.states, self._node_lost, desired

@@ -16,6 +16,7 @@ ids.py: names that several processes use
 kv_bits.py: the bits of attention's caches in a placement
 library.py: cards from TOML files
 options.py: the options of a placement, checked
+pace.py: estimates for models that a node has not measured, by those that it has
 parse_card.py: cards from what files say, with one sentence about the first fault
 plan.py: the choice
 reasons.py: the reasons of a choice, for a person

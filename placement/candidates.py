@@ -69,7 +69,7 @@ class Candidate:
         names = " + ".join(node.name for node in self.nodes)
         alone = " alone" if len(self.nodes) == 1 else ""
         drafts = " with native MTP" if self.speedup else ""
-        source = "as measured" if all(n.profile for n in self.nodes) else "by memory bandwidth"
+        source = "as measured" if all(n.profile for n in self.nodes) else "estimated"
         return f"{names}{alone}, {self.seconds * 1000:.3g} ms a token{drafts} {source}"
 
 

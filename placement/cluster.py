@@ -23,6 +23,16 @@ class LayerProfile:
     """Tokens a second with native MTP over those without; below 1 where drafts do not pay."""
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class MeasuredLayer:
+    """A layer of any model as a node measured it, one row."""
+
+    nbytes: int
+    """Weights that a row reads."""
+    seconds: float
+    dtype: str
+
+
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
     """One live node."""
@@ -43,6 +53,8 @@ class NodeFacts:
     """Times of the model that is being placed; None: estimated from bytes and bandwidth."""
     prefill_s: float = 0.0
     """A layer's forward over 512 rows of a prompt as this node probed it; 0: not known."""
+    measured: tuple[MeasuredLayer, ...] = ()
+    """Layers of any models: estimates for one without a profile rest on them."""
     profile_dtype: str = ""
     """The dtype of `profile`; empty: unknown."""
     dtype: str = "auto"
@@ -90,7 +102,8 @@ class ClusterView:
         return next((reason for each, reason in self.kv_refusals if each == model), "")
 
     def measured_in(self, dtype: str) -> "ClusterView":
-        """The view less times that were measured in a dtype of another size."""
+        """The view less times that were measured in a dtype of another size; for estimates those
+        count, where there are no others."""
         return replace(self, nodes=tuple(_measured_in(node, dtype) for node in self.nodes))
 
     def between(self, a: NodeId, b: NodeId) -> list[LinkFacts]:
@@ -146,8 +159,12 @@ def evened(nodes: Sequence[NodeFacts]) -> tuple[NodeFacts, ...]:
 
 
 def _measured_in(node: NodeFacts, dtype: str) -> NodeFacts:
-    measured = BYTES.get(node.profile_dtype)
-    return node if measured in (None, BYTES[dtype]) else replace(node, profile=None, prefill_s=0.0)
+    size = BYTES[dtype]
+    same = tuple(each for each in node.measured if BYTES.get(each.dtype) == size)
+    node = replace(node, measured=same or node.measured)
+    if BYTES.get(node.profile_dtype) in (None, size):
+        return node
+    return replace(node, profile=None, prefill_s=0.0)
 
 
 def _layer_seconds(node: NodeFacts) -> float:

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Self
 
 from .cluster import ClusterView, LinkFacts, NodeFacts, StageAssignment
+from .pace import pace_of, sane
 
 if TYPE_CHECKING:
     from .card import ModelCard
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
 HEADROOM = (6, 5)
 """20 % more for activations, recurrent state and fragmentation, as a fraction of integers."""
 
-UNMEASURED_BANDWIDTH = 50e9
-"""Bytes a second of an unmeasured node: a plain laptop's, so that a measured node wins."""
 UNMEASURED_ROUND_TRIP_S = 1e-3
 """A quiet wired network's, for two nodes without a measured link."""
 UNMEASURED_LINK_BANDWIDTH = 125e6
@@ -105,8 +104,8 @@ def seconds_per_token(
 ) -> float:
     """Seconds from one token to the next of one request, plain decoding, short context.
 
-    Layers take what was measured, else the time to read their active weights (KV, the same in
-    total wherever it lies, is left out); the generator adds its tail; each hop, the return
+    Layers take what was measured, else what other models' layers let expect (`pace.py`; KV, the
+    same in total wherever it lies, is left out); the generator adds its tail; each hop, the return
     included, half a round trip, one hidden row and SERIALISATION_S. Raises KeyError for a node
     that is not in the view.
     """
@@ -124,13 +123,13 @@ def seconds_per_token(
 def layer_seconds(card: "ModelCard", node: NodeFacts) -> float:
     """One layer, one row."""
     measured = node.profile.decode_s if node.profile else 0.0
-    return min(_sane(measured, card.active_layer_bytes / _bandwidth_of(node)), _NEVER_S)
+    return min(sane(measured, pace_of(node).seconds(card.active_layer_bytes)), _NEVER_S)
 
 
 def tail_seconds(card: "ModelCard", node: NodeFacts) -> float:
     """Seconds that the generator adds to a token: final norm, lm_head, sampling."""
     measured = node.profile.tail_s if node.profile else 0.0
-    return min(_sane(measured, card.lm_head_bytes / _bandwidth_of(node)), _NEVER_S)
+    return min(sane(measured, card.lm_head_bytes * pace_of(node).byte_s), _NEVER_S)
 
 
 def hop_seconds(card: "ModelCard", links: Sequence[LinkFacts]) -> float:
@@ -141,11 +140,11 @@ def hop_seconds(card: "ModelCard", links: Sequence[LinkFacts]) -> float:
 
 
 def mtp_speedup(card: "ModelCard", node: NodeFacts) -> float:
-    """How many times as fast one request is with native MTP on this node, at least 1.
+    """How many times as fast one request is with native MTP on this node: 1 to max_k + 1.
 
     As measured; else of the best depth up to max_k, by the measured verify and ASSUMED_ACCEPTANCE,
     a draft being one layer and a tail; else ASSUMED_MTP_SPEEDUP. Where drafts do not pay, adaptive
-    K drafts none: hence 1.
+    K drafts none: hence 1. No round has more tokens than rows, nor takes less than a single row.
     """
     profile, mtp = node.profile, card.native_mtp
     if mtp is None:
@@ -153,11 +152,11 @@ def mtp_speedup(card: "ModelCard", node: NodeFacts) -> float:
     if profile is None:
         return ASSUMED_MTP_SPEEDUP
     if 0 < profile.mtp_speedup < math.inf:
-        return max(1.0, profile.mtp_speedup)
+        return min(max(1.0, profile.mtp_speedup), mtp.max_k + 1)
     if not 0 < profile.verify_s < math.inf:
         return ASSUMED_MTP_SPEEDUP
     layer, tail = layer_seconds(card, node), tail_seconds(card, node)
-    row = (profile.verify_s - layer) / mtp.max_k
+    row = max(0.0, profile.verify_s - layer) / mtp.max_k
     plain = card.num_layers * layer + tail
     speedups = [1.0]
     for k in range(1, mtp.max_k + 1):
@@ -167,17 +166,8 @@ def mtp_speedup(card: "ModelCard", node: NodeFacts) -> float:
     return max(speedups)
 
 
-def _bandwidth_of(node: NodeFacts) -> float:
-    return _sane(node.memory_bandwidth, UNMEASURED_BANDWIDTH)
-
-
 def _over(card: "ModelCard", round_trip_s: float, bandwidth: float) -> float:
     # Not `<= 0`: a peer's NaN takes the assumed figure too. A round trip of 0 is a fine one.
     latency = round_trip_s if 0 <= round_trip_s < _NEVER_S else UNMEASURED_ROUND_TRIP_S
-    rate = _sane(bandwidth, UNMEASURED_LINK_BANDWIDTH)
+    rate = sane(bandwidth, UNMEASURED_LINK_BANDWIDTH)
     return latency / 2 + min(card.hidden_bytes / rate, _NEVER_S) + SERIALISATION_S
-
-
-def _sane(measured: float, assumed: float) -> float:
-    """A peer's figure, unless it is none: zero, negative, infinite or NaN."""
-    return measured if 0 < measured < math.inf else assumed

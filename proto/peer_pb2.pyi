@@ -804,6 +804,7 @@ class LayerTimes(_message.Message):
     PREFILL_S_FIELD_NUMBER: _builtins.int
     PREFILL_ROWS_FIELD_NUMBER: _builtins.int
     TAIL_S_FIELD_NUMBER: _builtins.int
+    LAYER_BYTES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     dtype: _builtins.str
     decode_s: _builtins.float
@@ -816,6 +817,8 @@ class LayerTimes(_message.Message):
     prefill_rows: _builtins.int
     tail_s: _builtins.float
     """final norm and lm_head, 1 row; measured where a generator ran"""
+    layer_bytes: _builtins.int
+    """weights of a layer that a row reads; 0: not known"""
     def __init__(
         self,
         *,
@@ -827,10 +830,11 @@ class LayerTimes(_message.Message):
         prefill_s: _builtins.float = ...,
         prefill_rows: _builtins.int = ...,
         tail_s: _builtins.float = ...,
+        layer_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "dtype", b"dtype", "model", b"model", "prefill_rows", b"prefill_rows", "prefill_s", b"prefill_s", "tail_s", b"tail_s", "verify_rows", b"verify_rows", "verify_s", b"verify_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "dtype", b"dtype", "layer_bytes", b"layer_bytes", "model", b"model", "prefill_rows", b"prefill_rows", "prefill_s", b"prefill_s", "tail_s", b"tail_s", "verify_rows", b"verify_rows", "verify_s", b"verify_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2003,6 +2007,7 @@ class StageSpec(_message.Message):
     DTYPE_REASON_FIELD_NUMBER: _builtins.int
     PROMPT_LOOKUP_FIELD_NUMBER: _builtins.int
     LOOKUP_OFF_REASON_FIELD_NUMBER: _builtins.int
+    LAYER_BYTES_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
@@ -2073,6 +2078,8 @@ class StageSpec(_message.Message):
     """drafts are copied from a request's own tokens. As `path`"""
     lookup_off_reason: _builtins.str
     """why not, for the final stats. As `path`"""
+    layer_bytes: _builtins.int
+    """weights of a mean layer that a row reads"""
     pooling: _builtins.str
     """of an embedder: "last" | "cls" | "mean"; empty: it answers"""
     @_builtins.property
@@ -2125,12 +2132,13 @@ class StageSpec(_message.Message):
         dtype_reason: _builtins.str = ...,
         prompt_lookup: _builtins.bool = ...,
         lookup_off_reason: _builtins.str = ...,
+        layer_bytes: _builtins.int = ...,
         pooling: _builtins.str = ...,
         plan: Global___PlacementPlan | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "end_layer", b"end_layer", "first_layer", b"first_layer", "fixed_rows", b"fixed_rows", "hidden_size", b"hidden_size", "kernels", b"kernels", "kv_bits", b"kv_bits", "kv_bits_reason", b"kv_bits_reason", "kv_bits_source", b"kv_bits_source", "kv_group_size", b"kv_group_size", "lease_s", b"lease_s", "listen", b"listen", "lookup_off_reason", b"lookup_off_reason", "max_draft_tokens", b"max_draft_tokens", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "partial", b"partial", "path", b"path", "placement", b"placement", "plan", b"plan", "pooling", b"pooling", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_folder", b"prefix_folder", "profile_folder", b"profile_folder", "prompt_lookup", b"prompt_lookup", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "end_layer", b"end_layer", "first_layer", b"first_layer", "fixed_rows", b"fixed_rows", "hidden_size", b"hidden_size", "kernels", b"kernels", "kv_bits", b"kv_bits", "kv_bits_reason", b"kv_bits_reason", "kv_bits_source", b"kv_bits_source", "kv_group_size", b"kv_group_size", "layer_bytes", b"layer_bytes", "lease_s", b"lease_s", "listen", b"listen", "lookup_off_reason", b"lookup_off_reason", "max_draft_tokens", b"max_draft_tokens", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "partial", b"partial", "path", b"path", "placement", b"placement", "plan", b"plan", "pooling", b"pooling", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_folder", b"prefix_folder", "profile_folder", b"profile_folder", "prompt_lookup", b"prompt_lookup", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -4024,6 +4032,8 @@ class RunnerState(_message.Message):
     PREFIX_MEMORY_ROWS_FIELD_NUMBER: _builtins.int
     PREFIX_PEER_ROWS_FIELD_NUMBER: _builtins.int
     DEPTH_REASON_FIELD_NUMBER: _builtins.int
+    STEP_S_FIELD_NUMBER: _builtins.int
+    TIMED_ANSWERS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     live_requests: _builtins.int
     cache_bytes: _builtins.int
@@ -4047,6 +4057,10 @@ class RunnerState(_message.Message):
     """of prompts whose state another replica's runner sent"""
     depth_reason: _builtins.str
     """why the last round drafted as many tokens as it did"""
+    step_s: _builtins.float
+    """seconds of a plain step, as the last timed answer showed them"""
+    timed_answers: _builtins.int
+    """answers that showed `step_s`, since the start"""
     @_builtins.property
     def epoch(self) -> Global___Epoch:
         """absent: it was not connected yet"""
@@ -4067,11 +4081,13 @@ class RunnerState(_message.Message):
         prefix_memory_rows: _builtins.int = ...,
         prefix_peer_rows: _builtins.int = ...,
         depth_reason: _builtins.str = ...,
+        step_s: _builtins.float = ...,
+        timed_answers: _builtins.int = ...,
         epoch: Global___Epoch | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_memory_bytes", b"active_memory_bytes", "cache_bytes", b"cache_bytes", "compute_ended", b"compute_ended", "depth_reason", b"depth_reason", "epoch", b"epoch", "head_parked", b"head_parked", "live_requests", b"live_requests", "peak_memory_bytes", b"peak_memory_bytes", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_disk_rows", b"prefix_disk_rows", "prefix_memory_rows", b"prefix_memory_rows", "prefix_peer_rows", b"prefix_peer_rows", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_memory_bytes", b"active_memory_bytes", "cache_bytes", b"cache_bytes", "compute_ended", b"compute_ended", "depth_reason", b"depth_reason", "epoch", b"epoch", "head_parked", b"head_parked", "live_requests", b"live_requests", "peak_memory_bytes", b"peak_memory_bytes", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_disk_rows", b"prefix_disk_rows", "prefix_memory_rows", b"prefix_memory_rows", "prefix_peer_rows", b"prefix_peer_rows", "progress", b"progress", "step_s", b"step_s", "timed_answers", b"timed_answers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

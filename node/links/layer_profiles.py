@@ -3,14 +3,18 @@
 import hashlib
 import json
 import logging
+import statistics
 import threading
+from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ...placement.cluster import NOISE
 from ...proto import peer_pb2 as pb
+from ...proto.bounds import MAX_COUNT
 from ...shard.checkpoint.files import write_atomic
 
 log = logging.getLogger(__name__)
@@ -20,9 +24,14 @@ MAX_PROFILES: Final = 64
 """The number of profiles in a heartbeat, the latest ones."""
 TIMES: Final = ("decode_s", "verify_s", "verify_rows", "prefill_s", "prefill_rows", "tail_s")
 """The fields of a measurement: of a file, a message and the API."""
+VOTES: Final = 9
+"""Answers, the measurement at load among them, whose lower median is what a step takes."""
+SECONDS: Final = ("decode_s", "verify_s", "prefill_s", "tail_s")
 _PREFIX: Final = "layers-"
+_SHORTEST_S: Final = 1e-9
+_LONGEST_S: Final = 3600
 
-_Seconds = Annotated[float, Field(ge=0, le=3600)]
+_Seconds = Annotated[float, Field(ge=0, le=_LONGEST_S)]
 _Rows = Annotated[int, Field(ge=1, le=65536)]
 
 
@@ -48,14 +57,40 @@ class _LayerProfile(BaseModel):
 
     key: dict[str, str]
     model: Annotated[str, Field(min_length=1, max_length=200)]
-    decode_s: Annotated[float, Field(gt=0, le=3600)]
+    decode_s: Annotated[float, Field(ge=_SHORTEST_S, le=_LONGEST_S)]
     verify_s: _Seconds
     verify_rows: _Rows
     prefill_s: _Seconds
     prefill_rows: _Rows
     tail_s: _Seconds
+    layer_bytes: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
+    """0: measured by an earlier version, which a load repeats."""
     corrected: Annotated[object, Field(exclude=True, repr=False)] = None
     """A field of earlier versions, which is ignored."""
+
+    def seconds(self, layers: int, *, tail: bool) -> float:
+        """A plain step of so many layers."""
+        return layers * self.decode_s + (self.tail_s if tail else 0.0)
+
+    def scaled(self, factor: float) -> Self:
+        """The times of a machine that takes `factor` times as long for everything."""
+        times = {name: min(_LONGEST_S, getattr(self, name) * factor) for name in SECONDS}
+        times["decode_s"] = max(_SHORTEST_S, times["decode_s"])
+        return self.model_copy(update=times)
+
+
+@dataclass(frozen=True, slots=True)
+class _Votes:
+    """What answers showed of one profile's steps, relative to the measurement before them."""
+
+    measured: _LayerProfile
+    factors: deque[float]
+
+    @property
+    def factor(self) -> float:
+        """The lower median: of two that differ the faster counts, for what else a machine does
+        only ever adds time. No single answer moves that of three."""
+        return statistics.median_low(self.factors)
 
 
 class LayerProfiles:
@@ -68,6 +103,7 @@ class LayerProfiles:
         self._mlx = mlx
         self._profiles: dict[LayerProfileKey, _LayerProfile] = {}
         """The oldest measurement first."""
+        self._votes: dict[LayerProfileKey, _Votes] = {}
         self._lock = threading.Lock()
         """`store` runs in threads, because it blocks."""
         for path in sorted(folder.glob(f"{_PREFIX}*.json"), key=lambda p: p.stat().st_mtime_ns):
@@ -76,7 +112,7 @@ class LayerProfiles:
     def missing(self, checkpoint: str, dtype: str, *, generator: bool) -> bool:
         """Whether a stage of this checkpoint should be timed; a generator has a tail too."""
         profile = self._profiles.get(self._key(checkpoint, dtype))
-        return profile is None or (generator and profile.tail_s == 0)
+        return profile is None or not profile.layer_bytes or (generator and profile.tail_s == 0)
 
     def store(self, checkpoint: str, times: pb.LayerTimes) -> None:
         """Stores a measurement; where it has no tail, an earlier one's stays. Blocks.
@@ -86,13 +122,38 @@ class LayerProfiles:
         key = self._key(checkpoint, times.dtype)
         with self._lock:
             earlier = self._profiles.get(key)
-            measured = {name: getattr(times, name) for name in TIMES}
+            measured = {name: getattr(times, name) for name in (*TIMES, "layer_bytes")}
             if earlier is not None and not times.tail_s:
                 measured["tail_s"] = earlier.tail_s
             profile = _LayerProfile(key=asdict(key), model=times.model, **measured)
             _ = self._profiles.pop(key, None)  # moves it to the end
             self._profiles[key] = profile
+            _ = self._votes.pop(key, None)
         self._write(key, profile)
+
+    def correct(self, spec: pb.StageSpec, step_s: float) -> None:
+        """Counts what a plain step of a stage took in an answer. Blocks.
+
+        The profile changes only if it is off by more than NOISE, so that it and plans stay.
+        """
+        key = self._key(spec.checkpoint_sha256, spec.dtype)
+        layers, whole = spec.end_layer - spec.first_layer, spec.num_stages == 1
+        with self._lock:
+            profile = self._profiles.get(key)
+            if profile is None or not _SHORTEST_S <= step_s <= _LONGEST_S:
+                return
+            votes = self._votes.setdefault(key, _Votes(profile, deque([1.0], VOTES)))
+            votes.factors.append(step_s / votes.measured.seconds(layers, tail=whole))
+            corrected = votes.measured.scaled(votes.factor)
+            if abs(corrected.decode_s / profile.decode_s - 1) <= NOISE:
+                return
+            self._profiles[key] = corrected
+        log.info(
+            "a token of %s is now expected to take %.3g times as long: answers show it",
+            profile.model,
+            corrected.decode_s / profile.decode_s,
+        )
+        self._write(key, corrected)
 
     def times(self) -> list[pb.LayerTimes]:
         """The times for the heartbeat; the latest measurement of a model is its last entry."""
@@ -100,6 +161,7 @@ class LayerProfiles:
             pb.LayerTimes(
                 model=profile.model,
                 dtype=key.dtype,
+                layer_bytes=profile.layer_bytes,
                 **{name: getattr(profile, name) for name in TIMES},
             )
             for key, profile in list(self._profiles.items())[-MAX_PROFILES:]

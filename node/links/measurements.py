@@ -136,12 +136,18 @@ class Profiling:
         generator = spec.stage == 0
         spec.measure_layers = self._profiles.missing(checkpoint, spec.dtype, generator=generator)
         spec.listen.extend(self._addresses[1:])
+        spec.checkpoint_sha256 = checkpoint
         ready = await self.record_refusal(spec, load())
         if spec.dtype == "float32":
             self._products_refused = OWN not in ready.kernels
         if ready.HasField("layers"):
+            ready.layers.layer_bytes = spec.layer_bytes
             await asyncio.to_thread(self._profiles.store, checkpoint, ready.layers)
         return ready
+
+    async def correct(self, spec: pb.StageSpec, state: pb.RunnerState) -> None:
+        """Corrects the times of a stage by the plain step that an answer has just shown."""
+        await asyncio.to_thread(self._profiles.correct, spec, state.step_s)
 
     async def record_refusal(
         self, spec: pb.StageSpec, loading: Awaitable[pb.LoadReady]

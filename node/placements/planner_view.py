@@ -6,12 +6,19 @@ from dataclasses import astuple, replace
 
 from ...placement.card import ModelCard
 from ...placement.chunk import MOST
-from ...placement.cluster import ClusterView, LayerProfile, NodeFacts, evened
+from ...placement.cluster import (
+    ClusterView,
+    LayerProfile,
+    MeasuredLayer,
+    NodeFacts,
+    evened,
+)
 from ...placement.drafting import EnabledState
 from ...placement.dtype_bytes import BYTES
 from ...placement.errors import ModelNotFound
 from ...placement.ids import ModelId, NodeId
 from ...placement.library import not_here
+from ...placement.pace import lent
 from ...placement.split_refusal import MAY_BE_SPLIT, SplitRefusal
 from ...proto import peer_pb2 as pb
 from ...shard.checkpoint.headers import Tensor
@@ -82,7 +89,7 @@ class NodeFactsSource:
         self, members: Sequence[MemberFacts], placing: ModelId, promises: Promised
     ) -> ClusterView:
         facts = [node_facts(m, placing, promises.get(m.id)) for m in members]
-        nodes = evened(with_kin_profiles(facts))
+        nodes = lent(evened(with_kin_profiles(facts)))
         links = link_facts([member.facts for member in members])
         head = self._cluster.head or self._self
         return ClusterView(
@@ -213,6 +220,7 @@ def node_facts(
         chip=f.chip,
         models=frozenset(ModelId(model) for model in f.models),
         profile=_profile(f, placing),
+        measured=_measured(f),
         prefill_s=times.prefill_s * MOST / max(1, times.prefill_rows) if times else 0.0,
         profile_dtype=times.dtype if times else "",
         dtype=f.dtype if f.dtype in BYTES else "auto",
@@ -228,12 +236,27 @@ def _profile(facts: pb.NodeFacts, model: ModelId) -> LayerProfile | None:
 
 
 def _times(facts: pb.NodeFacts, model: ModelId) -> pb.LayerTimes | None:
-    """The node's last measurement of that model; it is another node's, so it is checked."""
-    for times in reversed(facts.profiles):
-        figures = (times.decode_s, times.verify_s, times.prefill_s, times.tail_s)
-        if times.model == model and all(0 <= figure < NO_TIME_S for figure in figures):
-            return times
-    return None
+    """The node's last measurement of that model."""
+    latest = reversed(facts.profiles)
+    return next((times for times in latest if times.model == model and _are_times(times)), None)
+
+
+def _measured(facts: pb.NodeFacts) -> tuple[MeasuredLayer, ...]:
+    """The smallest and the largest layer that the node measured in each dtype."""
+    layers = sorted(
+        MeasuredLayer(times.layer_bytes, times.decode_s, times.dtype)
+        for times in facts.profiles
+        if times.layer_bytes and times.decode_s and _are_times(times)
+    )
+    smallest = {layer.dtype: layer for layer in reversed(layers)}
+    largest = {layer.dtype: layer for layer in layers}
+    return tuple(sorted({*smallest.values(), *largest.values()}))
+
+
+def _are_times(times: pb.LayerTimes) -> bool:
+    """Whether the measurement, which is another node's, has times at all."""
+    figures = (times.decode_s, times.verify_s, times.prefill_s, times.tail_s)
+    return all(0 <= figure < NO_TIME_S for figure in figures)
 
 
 def with_kin_profiles(nodes: Sequence[NodeFacts]) -> tuple[NodeFacts, ...]:

@@ -80,6 +80,7 @@ def build_specs(
             mtp_off_reason=off,
             prefix_cache_bytes=0 if card.embeds else _prefix_room(sizes, stage, mtp=not off),
             pooling=card.embeds_by,
+            layer_bytes=loaded.active_layer_bytes,
         )
         for number, stage in enumerate(stages)
     ]

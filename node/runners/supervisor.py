@@ -7,7 +7,7 @@ import re
 import socket
 import sys
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,6 +28,7 @@ runner_log = logging.getLogger("exo_node.runner")
 
 Status = Literal["loading", "ready", "failed"]
 Progress = Callable[[pb.LoadProgress], None]
+OnAnswer = Callable[[pb.StageSpec, pb.RunnerState], Awaitable[None]]
 
 STRAY_LINES, STRAY_PERIOD_S = 10, 60.0
 """The limit on lines that are not the runner's own logging, such as gRPC's on failed handshakes."""
@@ -53,7 +54,11 @@ class RunnerProcess:
     """One child and its last state. `on_exit` is called once, when a ready runner ends."""
 
     def __init__(
-        self, spec: pb.StageSpec, on_exit: Callable[["RunnerProcess"], None], timing: Timing
+        self,
+        spec: pb.StageSpec,
+        on_exit: Callable[["RunnerProcess"], None],
+        on_answer: Callable[["RunnerProcess"], Awaitable[None]],
+        timing: Timing,
     ) -> None:
         self.spec = spec
         self.status: Status = "loading"
@@ -61,6 +66,7 @@ class RunnerProcess:
         self.ready: pb.LoadReady | None = None
         self.error = ""
         self._on_exit = on_exit
+        self._on_answer = on_answer
         self._timing = timing
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -170,8 +176,11 @@ class RunnerProcess:
         while (message := await _receive(reader)) is not None:
             match message.WhichOneof("message"):
                 case "state":
-                    self.state, self._silent_s = message.state, 0.0
+                    before, self.state = self.state.timed_answers, message.state
+                    self._silent_s = 0.0
                     self._end_if_numb(message.state)
+                    if message.state.timed_answers != before:
+                        await self._on_answer(self)
                 case "failure":
                     self._verdict = message.failure.message
                 case _:
@@ -266,10 +275,17 @@ class RunnerProcess:
 class Supervisor:
     """The runners of this node, by placement and stage."""
 
-    def __init__(self, host: RunnerHost, on_exit: Callable[[pb.StageSpec, str], None]) -> None:
-        """`on_exit(spec, reason)` is called for a ready runner that ended by itself."""
+    def __init__(
+        self,
+        host: RunnerHost,
+        on_exit: Callable[[pb.StageSpec, str], None],
+        on_answer: OnAnswer | None = None,
+    ) -> None:
+        """`on_exit(spec, reason)` is called for a ready runner that ended by itself; `on_answer`
+        with the state of one whose answer has shown its speed, while no other runner works."""
         self._host = host
         self._on_exit = on_exit
+        self._on_answer = on_answer
         self._runners: dict[tuple[str, int], RunnerProcess] = {}
 
     async def load(self, spec: pb.StageSpec, progress: Progress) -> pb.LoadReady:
@@ -280,7 +296,9 @@ class Supervisor:
             log.info("stage %d of %s is loaded anew", spec.stage, spec.placement)
             await self.unload(*key, kill=True)
         self._require_room(spec)
-        runner = self._runners[key] = RunnerProcess(spec, self._remove, self._host.timing)
+        runner = self._runners[key] = RunnerProcess(
+            spec, self._remove, self._answered, self._host.timing
+        )
         try:
             return await runner.start(self._host, progress)
         except BaseException:  # a cancelled load must not leave its child behind either
@@ -318,6 +336,12 @@ class Supervisor:
     def states(self) -> list[pb.StageState]:
         """The states of all runners, for the heartbeat."""
         return [_placement_state(runner) for runner in self._runners.values()]
+
+    async def _answered(self, runner: RunnerProcess) -> None:
+        others = (other for other in self._runners.values() if other is not runner)
+        works = any(other.status == "loading" or other.state.live_requests for other in others)
+        if self._on_answer is not None and not works:
+            await self._on_answer(runner.spec, runner.state)
 
     def _remove(self, runner: RunnerProcess) -> None:
         key = (runner.spec.placement, runner.spec.stage)

@@ -45,6 +45,7 @@ stage.py: a stage behind the first one: blocks, requests, leases
 stage_rounds.py: forwards of one stage's layers
 state.py: the state of one request
 step_outcome.py: the outcome of a piece of work for a request
+step_times.py: the median plain step of the last answer
 text_engine.py: answers requests, from ids to text and stats
 unread_rows.py: rows of a batch that its draft head has not read
 """

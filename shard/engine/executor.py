@@ -27,6 +27,7 @@ from .request import Request
 from .scheduler import Decode, Prefill
 from .state import DraftState, State
 from .step_outcome import StepOutcome, count_replayed, count_round, verdict_of
+from .step_times import StepTimes
 
 REPORT_EVERY: Final = 16
 """Rounds of a log that are rebuilt in one step, between steps of other requests."""
@@ -146,6 +147,7 @@ class LocalExecutor:
         self.counts_on_device = lookahead == "drafted" and can_count_on_device(caches)
         self.overlaps = lookahead != "none"
         self.policy = BatchPolicy()
+        self.step_times = StepTimes()
         self._groups = Groups[Request, Batch](self._new_batch, lambda request: request.is_decoding)
 
     def begin(self, request: Request) -> None:
@@ -261,11 +263,16 @@ class LocalExecutor:
     def land(self, flight: Flight, running: int) -> list[StepOutcome]:
         """Reads a round: the only wait for the device while answers run."""
         assert isinstance(flight, IssuedRound)
-        return flight.batch.land(flight, running)
+        outcomes = flight.batch.land(flight, running)
+        request, is_alone = flight.requests[0], running == len(flight.requests) == 1
+        is_plain = is_alone and flight.width == 1
+        self.step_times.read(request, request.rows, self._clock(), is_plain=is_plain)
+        return outcomes
 
     def release(self, request: Request) -> None:
         """Frees a request's state; its rows in a batch are freed by the next change of members."""
         self._groups.release(request)
+        self.step_times.end(request)
 
     def forget(self, requests: Sequence[Request]) -> list[Request]:
         """Drops caches that a failed forward left undefined. Returns all requests in them."""

@@ -113,6 +113,7 @@ class PipelineExecutor:
         self.rounds = StageRounds[Request](
             model, DTYPES[options.dtype], lambda request: request.is_decoding
         )
+        self.step_times = self.rounds.step_times
         self._states = self.rounds.groups.single
         self._prefill_logs: dict[Request, PrefillLog] = {}
         """The forwards over each prompt that is not read yet."""
@@ -258,7 +259,7 @@ class PipelineExecutor:
         """Frees a request's state, here and on every stage."""
         if request not in self._borders:
             return
-        self.rounds.groups.release(request)
+        self.rounds.release(request)
         for by_request in (self._prefill_logs, self._borders, self._border_rows):
             _ = by_request.pop(request, None)
         self._link.release(request.key)

@@ -30,6 +30,7 @@ from .prompt_path import PromptPath
 from .stage_rounds import StageRounds, replay_forwards
 from .state import State
 from .step_outcome import SHARED
+from .step_times import StepTimes
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +103,11 @@ class StageWorker:
     def prefix_hits(self) -> Mapping[CacheTier, int]:
         """See `PrefixCache.hits`."""
         return self._prefixes.hits
+
+    @property
+    def step_times(self) -> StepTimes:
+        """Of this stage's layers alone."""
+        return self._rounds.step_times
 
     def save_prefix(self) -> bool:
         """See `PrefixDisk.save_next`; does nothing while there is a request."""
@@ -313,7 +319,7 @@ class StageWorker:
         """Frees a request's state."""
         if (request := self._requests.pop(name, None)) is not None:
             request.has_ended = True
-            self._rounds.groups.release(request)
+            self._rounds.release(request)
 
     @property
     def _is_last(self) -> bool:

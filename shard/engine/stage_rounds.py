@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, Final, Generic
@@ -17,6 +18,7 @@ from ..model.tensors import to_bytes
 from ..pipeline.frames import Replayed
 from .groups import Groups, K, StageGroup
 from .state import State
+from .step_times import StepTimes
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +31,19 @@ LONG: Final = 1100
 class StageRounds(Generic[K]):
     """The states of a stage's requests, and their rounds. Runs on the compute thread."""
 
-    def __init__(self, model: StageModel, dtype: mx.Dtype, is_live: Callable[[K], bool]) -> None:
+    def __init__(
+        self,
+        model: StageModel,
+        dtype: mx.Dtype,
+        is_live: Callable[[K], bool],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """`is_live`: whether a request still needs its state."""
         self._model = model
         self._dtype = dtype
+        self._clock = clock
+        self.step_times = StepTimes()
+        """Of these layers alone."""
         self.groups = Groups[K, StageGroup[K]](StageGroup, is_live)
         self.is_same = True
         """Whether shared forwards compute the same bits as those of single requests; see `probe`.
@@ -68,7 +79,7 @@ class StageRounds(Generic[K]):
         entering: mx.array | None,
         deltas: Sequence[int],
     ) -> bytes:
-        group = self.groups.of(requests)
+        group, began_at = self.groups.of(requests), self._clock()
         places = [requests.index(request) for request in group.requests]
         ids = mx.array([[tokens[place]] for place in places], dtype=mx.int32)
         is_ordered = places == list(range(len(places)))
@@ -80,7 +91,15 @@ class StageRounds(Generic[K]):
             leaving = leaving[mx.array([places.index(i) for i in range(len(places))])]
         data = to_bytes(leaving)
         group.caches.keep(1, [1] * len(requests))
+        if len(requests) == 1:
+            rows, seconds = group.caches.rows[0], self._clock() - began_at
+            self.step_times.add(requests[0], rows, seconds)
         return data
+
+    def release(self, request: K) -> None:
+        """Frees a request's state."""
+        self.groups.release(request)
+        self.step_times.end(request)
 
     def probe(self, hidden_size: int, vocabulary: int, context_length: int) -> None:
         """Measures `is_same`; sets `batching_reason` if the model's layers compute no batch."""

@@ -115,6 +115,7 @@ class TextEngine:
         self._executor = (
             self._local_executor(runs_ahead) if link is None else self._pipeline_executor(link)
         )
+        self.step_times = self._executor.step_times
         self._engine = Engine(self._executor, self._scheduler(), clock)
         self.measurements = ModelMeasurements(
             self._executor,

@@ -125,4 +125,7 @@ class StateReport:
         if isinstance(watch, TextEngine):
             state.head_parked = watch.drafting.parked_reason
             state.depth_reason = watch.depth_reason
+        if not isinstance(watch, EmbeddingEngine):
+            times = watch.step_times
+            state.step_s, state.timed_answers = times.seconds, times.answers
         return state

@@ -158,11 +158,14 @@ def test_what_was_measured_of_the_model_counts_before_bandwidth() -> None:
         (None, ASSUMED_MTP_SPEEDUP),
         (LayerProfile(1e-3), ASSUMED_MTP_SPEEDUP),
         (LayerProfile(1e-3, mtp_speedup=1.7), 1.7),
+        (LayerProfile(1e-3, mtp_speedup=99.0), 4.0),  # three drafts: four tokens a round
         (LayerProfile(1e-3, mtp_speedup=0.6), 1.0),  # adaptive K drafts none there
         # The best round, K = 2: a verify of 8 layers and a tail, with 3 of the 4 rows that were
         # timed, and two drafts of a layer and a tail; 2.19 tokens. Plain: 8 layers and a tail.
         (LayerProfile(1e-3, verify_s=1.1e-3, tail_s=1e-3), 2.19 * 9 / (8 * (1 + 0.2 / 3) + 1 + 4)),
         (LayerProfile(1e-3, verify_s=4e-3, tail_s=1e-3), 1.0),
+        # A single row that was timed while the machine was busy: more rows take no less.
+        (LayerProfile(1e-3, verify_s=1e-5, tail_s=1e-3), 2.533 * 9 / 15),
     ],
 )
 def test_native_mtp_counts_as_measured_else_as_assumed(

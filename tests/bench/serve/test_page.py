@@ -61,7 +61,7 @@ REPLIES = {
                 "status": "ready",
                 "dtype": "float32",
                 "context_length": 2048,
-                "reason": "leonoras-mac and leonoras-pc, by memory bandwidth",
+                "reason": "leonoras-mac and leonoras-pc, estimated",
                 "stages": [
                     {"node": "idofnode", "layers": [0, 20]},
                     {"node": "idofother", "layers": [20, 32]},

@@ -346,7 +346,7 @@ runner-up: 121 ms a token
   node-a: layers 0-5, 73 MB of 0.1 GB of memory
   node-c: layers 6-11, 73 MB of 0.1 GB of memory
 bound: nothing else is faster by these figures (sets of nodes weighed: 2)
-why: node-a + node-b, 121 ms a token by memory bandwidth: node-a layers 0-5, node-b layers 6-11, because no node alone has enough memory (0.15 GB for weights, 1,000 tokens of context and headroom)
+why: node-a + node-b, 121 ms a token estimated: node-a layers 0-5, node-b layers 6-11, because no node alone has enough memory (0.15 GB for weights, 1,000 tokens of context and headroom)
 drafting: not declared"""  # noqa: E501
     )
     path = "/v1/placements/preview?model=a%2Fb&kv_bits=0&nodes=x%2Cy"

@@ -14,7 +14,7 @@ from exo_node.node.links.measurements import Profiling
 from exo_node.node.links.paths import fastest, link_facts, link_paths, nearest, reached_at
 from exo_node.node.machine.timing import LOCAL
 from exo_node.node.placements.planner_view import NodeFactsSource, node_facts, with_kin_profiles
-from exo_node.placement.cluster import OWN, LayerProfile, NodeFacts
+from exo_node.placement.cluster import OWN, LayerProfile, MeasuredLayer, NodeFacts
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.placement.split_refusal import SplitRefusal
 from exo_node.proto import peer_pb2 as pb
@@ -107,7 +107,9 @@ def test_a_runner_is_called_on_the_quickest_path_if_it_listens_there() -> None:
 # ------------------------------------------------------------------ what the planner gets
 
 
-def times(model: str = "demo", decode_s: float = 1e-3, tail_s: float = 2e-3) -> pb.LayerTimes:
+def times(
+    model: str = "demo", decode_s: float = 1e-3, tail_s: float = 2e-3, layer_bytes: int = 0
+) -> pb.LayerTimes:
     return pb.LayerTimes(
         model=model,
         dtype="float32",
@@ -117,6 +119,7 @@ def times(model: str = "demo", decode_s: float = 1e-3, tail_s: float = 2e-3) -> 
         prefill_s=0.1,
         prefill_rows=512,
         tail_s=tail_s,
+        layer_bytes=layer_bytes,
     )
 
 
@@ -200,7 +203,7 @@ def started(folder: Path) -> Profiling:
 async def test_layers_are_timed_at_the_first_load_only(tmp_path: Path) -> None:
     async def timed(profiling: Profiling) -> bool:
         """Whether a load has to time its layers."""
-        spec = pb.StageSpec(placement="p", model="demo", dtype="float32")
+        spec = pb.StageSpec(placement="p", model="demo", dtype="float32", layer_bytes=1000)
 
         async def load() -> pb.LoadReady:
             return pb.LoadReady(layers=times() if spec.measure_layers else None)
@@ -211,7 +214,7 @@ async def test_layers_are_timed_at_the_first_load_only(tmp_path: Path) -> None:
     profiling = started(tmp_path)
     assert [await timed(profiling) for _ in range(2)] == [True, False]
     for node in (profiling, started(tmp_path)):
-        assert list(node.add_to(pb.NodeFacts(id=A)).profiles) == [times()]
+        assert list(node.add_to(pb.NodeFacts(id=A)).profiles) == [times(layer_bytes=1000)]
         assert not await timed(node)
 
 
@@ -266,3 +269,27 @@ def test_the_strictest_refusal_of_a_split_holds() -> None:
     facts[0].split_refusals.append(pb.SplitRefusal(model="demo", reason="a", borders=[4, 8]))
     facts[1].split_refusals.append(pb.SplitRefusal(model="demo", reason="b", borders=[8]))
     assert source_of(facts).split_refusal(DEMO) == SplitRefusal("b", frozenset([8]))
+
+
+def test_a_model_without_a_profile_is_estimated_by_those_that_were_measured() -> None:
+    def measured(model: str, dtype: str, nbytes: int, decode_s: float) -> pb.LayerTimes:
+        return pb.LayerTimes(model=model, dtype=dtype, layer_bytes=nbytes, decode_s=decode_s)
+
+    profiles = [
+        measured("middle", "float32", 500, 3e-3),
+        measured("large", "float32", 900, 4e-3),
+        measured("small", "float32", 100, 2e-3),
+        measured("half", "bfloat16", 50, 1e-3),
+        measured("old", "float32", 0, 1e-3),
+        measured("nonsense", "float32", 10, 1e9),
+        measured("nothing", "float32", 10, 0.0),
+    ]
+    facts = [pb.NodeFacts(id=A, profiles=profiles), pb.NodeFacts(id=B), pb.NodeFacts(id=C)]
+    facts[2].backend = "metal"
+    view = source_of(facts).view(DEMO)
+    layers = (
+        MeasuredLayer(50, 1e-3, "bfloat16"),
+        MeasuredLayer(100, 2e-3, "float32"),
+        MeasuredLayer(900, 4e-3, "float32"),
+    )
+    assert [view.node(each).measured for each in (A, B, C)] == [layers, layers, ()]

@@ -22,6 +22,7 @@ def times(**changes: Any) -> pb.LayerTimes:
         "prefill_s": 0.1,
         "prefill_rows": 512,
         "tail_s": 5e-4,
+        "layer_bytes": 1000,
     }
     return pb.LayerTimes(**(fields | changes))
 

@@ -1,0 +1,81 @@
+"""Plain steps that answers show: which count, and what does not move their median."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exo_node.shard.engine.step_times import ENOUGH, SHORT_ROWS, StepTimes
+
+A, B = object(), object()
+_SECONDS = st.floats(1e-6, 100)
+
+
+def read_all(times: StepTimes, request: object, steps: list[float], *, plain: bool = True) -> None:
+    """Reads a first step, then one after each of `steps` seconds."""
+    now = 1000.0
+    for rows, step in enumerate([0.0, *steps]):
+        now += step
+        times.read(request, rows, now, is_plain=plain)
+
+
+def test_an_answer_shows_the_median_of_its_steps_when_it_ends() -> None:
+    times = StepTimes()
+    read_all(times, A, [0.25, 0.5, 8.0, 0.5, 0.5])
+    assert (times.seconds, times.answers) == (0.0, 0)
+    times.end(A)
+    assert (times.seconds, times.answers) == (0.5, 1)
+    times.end(A)
+    assert times.answers == 1
+
+
+@given(st.lists(_SECONDS, max_size=ENOUGH - 1))
+def test_a_short_answer_shows_nothing(steps: list[float]) -> None:
+    times = StepTimes()
+    read_all(times, A, steps)
+    times.end(A)
+    assert times.answers == 0
+
+
+@given(_SECONDS, st.lists(st.floats(0, 1e5), max_size=4))
+def test_pauses_that_are_fewer_than_steps_show_nowhere(step: float, pauses: list[float]) -> None:
+    times = StepTimes()
+    for seconds in [*[step] * (len(pauses) + ENOUGH), *(step + pause for pause in pauses)]:
+        times.add(A, 1, seconds)
+    times.end(A)
+    assert times.seconds == step
+
+
+def test_drafted_and_shared_steps_show_nothing_and_neither_does_the_one_after() -> None:
+    times = StepTimes()
+    read_all(times, A, [0.5] * 9, plain=False)
+    for now in range(20):  # each plain step comes after another kind
+        times.read(A, 1, float(now), is_plain=now % 2 == 0)
+    times.end(A)
+    assert times.answers == 0
+
+
+def test_steps_of_two_answers_in_turn_are_not_taken_for_steps_of_one() -> None:
+    times = StepTimes()
+    for now in range(40):
+        times.read((A, B)[now % 2], 1, float(now), is_plain=True)
+    times.end(A)
+    times.end(B)
+    assert times.answers == 0
+
+
+def test_a_step_in_a_long_context_does_not_count() -> None:
+    times = StepTimes()
+    for _ in range(ENOUGH):
+        times.add(A, SHORT_ROWS, 0.5)
+    for _ in range(9 * ENOUGH):
+        times.add(A, SHORT_ROWS + 1, 8.0)
+    times.end(A)
+    assert (times.seconds, times.answers) == (0.5, 1)
+
+
+def test_the_next_answer_ends_one_that_was_never_ended() -> None:
+    times = StepTimes()
+    read_all(times, A, [0.5] * ENOUGH)
+    read_all(times, B, [0.25] * ENOUGH)
+    assert (times.seconds, times.answers) == (0.5, 1)
+    times.end(B)
+    assert (times.seconds, times.answers) == (0.25, 2)
