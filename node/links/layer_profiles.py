@@ -74,7 +74,7 @@ class _LayerProfile(BaseModel):
 
     def scaled(self, factor: float) -> Self:
         """The times of a machine that takes `factor` times as long for everything."""
-        times = {name: min(_LONGEST_S, getattr(self, name) * factor) for name in SECONDS}
+        times = {n: float(min(_LONGEST_S, getattr(self, n) * factor)) for n in SECONDS}
         times["decode_s"] = max(_SHORTEST_S, times["decode_s"])
         return self.model_copy(update=times)
 
