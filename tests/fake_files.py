@@ -59,7 +59,9 @@ class FakeFiles:
     listed: list[Json] = field(default_factory=list[Json])
     """The unfinished downloads."""
     found: list[Json] = field(default_factory=list[Json])
-    """What a search finds."""
+    """What a search of the hub finds."""
+    cards: list[Json] = field(default_factory=list[Json])
+    """What a search of the packaged cards finds."""
     freed_bytes: dict[str, int] = field(default_factory=dict[str, int])
     """By model; others free 100 bytes."""
     calls: list[tuple[object, ...]] = field(default_factory=list[tuple[object, ...]])
@@ -68,9 +70,10 @@ class FakeFiles:
 
     async def search(self, query: str, limit: int, source: Source) -> Json:
         self.calls.append(("search", query, limit, source))
-        if self.refusal is not None:
+        if self.refusal is not None and source == "hub":
             raise self.refusal
-        return {"object": "list", "query": query, "data": self.found}
+        data = self.cards if source == "cards" else self.found
+        return {"object": "list", "query": query, "data": data}
 
     async def pull(self, body: PullBody, *, stays: bool) -> AsyncGenerator[Json]:
         if self.refusal is not None:

@@ -81,6 +81,30 @@ def copy(number: int, **more: Any) -> Json:
     }
 
 
+def hit(id: str, **more: Any) -> Json:
+    """A model that a search of the hub finds."""
+    fits = {"nodes": 1, "needed_bytes": 9 * 10**9, "tokens_per_second": 31.2, "on": ["mac-2"]}
+    by_node = [
+        {"node": "mac-1", "fits": False, "tokens_per_second": None},
+        {"node": "mac-2", "fits": True, "tokens_per_second": 31.2},
+    ]
+    return {
+        "id": id,
+        "size_bytes": 17 * 10**9,
+        "download_bytes": 17 * 10**9,
+        "format": "4-bit",
+        "context_length": 262_144,
+        "downloads": 12_345,
+        "likes": 67,
+        "gated": False,
+        "downloaded": False,
+        "nodes": [],
+        "fits": fits,
+        "by_node": by_node,
+        **more,
+    }
+
+
 class Cluster:
     """The models, nodes, placements and previews that the fake node returns; tests change them."""
 

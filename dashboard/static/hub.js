@@ -5,7 +5,7 @@ import { bytes, naturally, percent, rate, whole } from "./format.js";
 import { facts, ModelName, speed } from "./model_row.js";
 import { mayTalk } from "./node.js";
 import { TONES } from "./pulls.js";
-import { html, useState } from "./vendor/htm-preact.module.js";
+import { html, useEffect, useRef, useState } from "./vendor/htm-preact.module.js";
 
 /**
  * The form and its hits. `lock`: the id of the line that says why nothing can be fetched; null: it can.
@@ -13,26 +13,32 @@ import { html, useState } from "./vendor/htm-preact.module.js";
  */
 export function Search({ nodes, lock, target, onTarget, ...offers }) {
   const [text, setText] = useState("");
-  const [{ hits, query, failure, busy }, setState] = useState({});
+  const { query, busy, stopped, cards = [], hits, failure, begin, stop } = useSearch();
+  const others = hits?.filter(({ id }) => cards.every((card) => card.id !== id));
   const alive = nodes.filter(({ status }) => status === "alive").sort((a, b) => naturally(a.name, b.name));
-
-  async function search(event) {
+  const list = (models, title) => models?.length > 0 && html`
+    <h3>${title}</h3>
+    <${Offers} models=${models} ...${offers} lock=${lock} target=${target} />`;
+  const onSubmit = (event) => {
     event.preventDefault();
-    setState({ busy: true });
-    try {
-      const { data, query } = await call("GET", `/v1/models/search?${new URLSearchParams({ q: text.trim() })}`);
-      setState({ hits: data, query });
-    } catch (error) {
-      setState({ failure: error.message });
-    }
-  }
+    if (text.trim()) begin(text.trim());
+  };
+  const onInput = ({ target }) => {
+    setText(target.value);
+    stop();
+  };
+  /** The key would clear the word as well, and the button submit it once it is no longer busy. */
+  const giveUp = (event) => {
+    event.preventDefault();
+    stop();
+  };
   return html`
     <section aria-label="Find a model">
       <h2>Find a model</h2>
-      <form role="search" class="line find" onSubmit=${search}>
+      <form role="search" class="line find" onSubmit=${onSubmit} onKeyDown=${(event) => busy && event.key === "Escape" && giveUp(event)}>
         <label class="grow">Name of a model on Hugging Face
           <input type="search" value=${text} required maxlength="200" spellcheck="false" disabled=${Boolean(lock)}
-            aria-describedby=${lock} placeholder="qwen3 4bit" onInput=${({ target }) => setText(target.value)} />
+            aria-describedby=${lock} placeholder="qwen3 4bit" onInput=${onInput} />
         </label>
         ${alive.length > 1 && html`
           <label>Download to
@@ -41,17 +47,53 @@ export function Search({ nodes, lock, target, onTarget, ...offers }) {
               ${alive.map(({ id, name }) => html`<option key=${id} value=${id}>${name}</option>`)}
             </select>
           </label>`}
-        <button class="primary" disabled=${Boolean(lock) || busy || !text.trim()}>${busy ? "Searching…" : "Search"}</button>
+        <button class=${busy ? "" : "primary"} type=${busy ? "button" : "submit"} disabled=${Boolean(lock) || !text.trim()}
+          onClick=${busy ? giveUp : null}>${busy ? "Stop" : "Search"}</button>
       </form>
+      ${list(cards, "Known to exo-node")}
       <div aria-live="polite">
         ${busy && html`<p class="muted pulse small">Asking the hub…</p>`}
-        ${hits?.length === 0 && html`<p class="muted small">The hub has no model in safetensors format by the name ${query}.</p>`}
-        ${hits?.length > 0 && html`<p class="unseen">${hits.length} found</p>`}
+        ${stopped && html`<p class="muted small">Stopped: the hub has not answered for ${query}.</p>`}
+        ${others?.length === 0 && html`<p class="muted small">The hub has no ${cards.length > 0 ? "other " : ""}model in safetensors format by the name ${query}.</p>`}
+        ${cards.length + (others?.length ?? 0) > 0 && html`<p class="unseen">${cards.length + (others?.length ?? 0)} found</p>`}
       </div>
       ${failure && html`<p class="notice bad" role="alert">${failure}</p>`}
-      ${hits?.length > 0 && html`
-        <${Offers} models=${hits} ...${offers} lock=${lock} target=${target} />`}
+      ${list(others, "On Hugging Face")}
     </section>`;
+}
+
+/**
+ * One search at a time: what there are cards of comes at once, what the hub has when it answers.
+ * `begin` and `stop` abort the one before, which changes nothing from then on.
+ */
+function useSearch() {
+  const [state, setState] = useState({});
+  const running = useRef(null);
+  const abort = () => {
+    running.current?.abort();
+    running.current = null;
+  };
+  useEffect(() => abort, []);
+  async function begin(query) {
+    abort();
+    const { signal } = (running.current = new AbortController());
+    const change = (part) => !signal.aborted && setState((before) => ({ ...before, ...part }));
+    const ask = async (source, name) => {
+      const path = `/v1/models/search?${new URLSearchParams({ q: query, source })}`;
+      await call("GET", path, { signal }).then(
+        ({ data }) => change({ [name]: data }),
+        (error) => change({ failure: error.message }),
+      );
+    };
+    setState({ query, busy: true });
+    await Promise.all([ask("cards", "cards"), ask("hub", "hits")]);
+    change({ busy: false });
+  }
+  function stop() {
+    abort();
+    setState((before) => (before.busy ? { ...before, busy: false, stopped: !before.hits } : before));
+  }
+  return { ...state, begin, stop };
 }
 
 /** Models with a button that downloads each; `first`: the first one is what to get. */
