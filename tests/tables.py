@@ -21,6 +21,7 @@ from exo_node.mtp.seams import ForwardOutput, Want, as_ids
 from exo_node.mtp.steps import Step
 from exo_node.mtp.types import FinishReason, Round, Sampling
 from exo_node.shard.engine.drafter import DraftModel
+from exo_node.shard.engine.request import ReplayProgress
 from exo_node.shard.tools.bare_engine import bare_engine, bare_request
 
 Logits = npt.NDArray[np.float32]
@@ -209,7 +210,7 @@ def tell(
         k if head else 0,
         sampler=Sampler(sampling or Sampling(), entropy, (), prompt),
         stop_condition=ending or EndAt(),
-        log=replay,
+        replay=ReplayProgress(replay),
         deliver=steps.append,
         finish=ends.append,
         **fields,

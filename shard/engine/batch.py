@@ -124,17 +124,17 @@ class Batch:
             self._policy.learn(size, choice, max(flight.drafted), seconds)
         for index, outcome in enumerate(outcomes):
             drafted = flight.drafted[index]
-            request, round_ = outcome.request, outcome.step
-            if not isinstance(round_, Round) or request.parked_at == round_.forward.position + 1:
+            drafts, round_ = outcome.request.drafts, outcome.step
+            if not isinstance(round_, Round) or drafts.parked_at == round_.forward.position + 1:
                 continue
             if len(flight.requests) == 1:
                 start = round_.forward.position
                 if flight.plan.is_planned:
-                    request.depth.learn(drafted, round_.accepted, start, seconds)
-                if request.lookup is not None:
-                    request.lookup.learn(round_, seconds)
-            elif drafted and not round_.is_copied and isinstance(request.depth, AdaptiveDepth):
-                request.depth.record(drafted, round_.accepted)
+                    drafts.depth.learn(drafted, round_.accepted, start, seconds)
+                if drafts.lookup is not None:
+                    drafts.lookup.learn(round_, seconds)
+            elif drafted and not round_.is_copied and isinstance(drafts.depth, AdaptiveDepth):
+                drafts.depth.record(drafted, round_.accepted)
 
     def change(self, leaves: Sequence[Request], joins: dict[Request, State]) -> None:
         """Replaces members while nothing is in flight. Evaluates all arrays, so that no lazy graph
@@ -150,8 +150,8 @@ class Batch:
         self.caches.change(order, [(state.caches, state.rows) for state in joins.values()])
         self.requests = (*(self.requests[index] for index in order), *joins)
         for request in self.requests:
-            request.plan = None
-        if not any(request.k and request.parked_at is None for request in self.requests):
+            request.drafts.plan = None
+        if not any(request.k and request.drafts.parked_at is None for request in self.requests):
             self.drafter = None
         self._tokens = self._last_tokens()
         mx.eval(self.arrays())
@@ -162,7 +162,7 @@ class Batch:
         assert not self.in_flight
         self._switch_counting(on_device=False)
         index = self.requests.index(request)
-        drafts = self.drafter is not None and request.k and request.parked_at is None
+        drafts = self.drafter is not None and request.k and request.drafts.parked_at is None
         draft = self.drafter.extract(index) if drafts and self.drafter is not None else None
         caches, rows = self.caches.extract(index)
         return State(list(caches), rows, draft)
@@ -234,17 +234,17 @@ class Batch:
         None: a round in flight must be read first, since a copy begins behind tokens that are
         known.
         """
-        request = self.requests[0]
-        if request.lookup is None:
+        request, lookup = self.requests[0], self.requests[0].drafts.lookup
+        if lookup is None:
             return []
-        length = request.lookup.length(request.copy_limit, request.position)
+        length = lookup.length(request.copy_limit, request.position)
         if not length:
             return []
         if self.in_flight:
             return None
-        tokens = request.lookup.tokens(length)
+        tokens = lookup.tokens(length)
         if (allowed := request.sampler.allowed_count(tokens)) < length:
-            length = request.lookup.length(allowed, request.position)
+            length = lookup.length(allowed, request.position)
         return tokens[:length]
 
     def _choose(self) -> tuple[int, bool]:
@@ -254,15 +254,16 @@ class Batch:
             return 0, True
         unread = 0 if self._drafted_last else self.drafter.unread
         request = next(iter(self.requests))
-        if request.plan is None:
+        drafts = request.drafts
+        if drafts.plan is None:
             rests = unread > PENDING_ROWS and self._patience() > PENDING_ROWS
-            request.plan = Plan(0, LOOK_TOKENS) if rests else request.depth.plan(request.position)
-        k = min(request.plan.k, request.draft_limit)
-        return k, k > 0 or request.plan.k == 0
+            drafts.plan = Plan(0, LOOK_TOKENS) if rests else drafts.depth.plan(request.position)
+        k = min(drafts.plan.k, request.draft_limit)
+        return k, k > 0 or drafts.plan.k == 0
 
     def _patience(self) -> int:
         """Rows that may wait for the head: many if drafts do not pay off at the present load."""
-        adaptive = all(isinstance(request.depth, AdaptiveDepth) for request in self.requests)
+        adaptive = all(isinstance(request.drafts.depth, AdaptiveDepth) for request in self.requests)
         is_resting = self._running > 1 and adaptive and not self._drafted_last
         is_resting = is_resting and self._policy.depth.is_resting(self._running)
         return RESTING_ROWS if is_resting else PENDING_ROWS
@@ -276,7 +277,7 @@ class Batch:
         fits = request.position <= MAX_DEVICE_ROWS and request.top_logprobs is None
         fits = fits and not request.after_fault
         several = self.caches.on_device or request.remaining_tokens > 2 * (k + 1)
-        return fits and several and request.overlap and request.sampler.is_free
+        return fits and several and request.drafts.overlap and request.sampler.is_free
 
     def _switch_counting(self, *, on_device: bool) -> None:
         if on_device == self.caches.on_device:
@@ -326,7 +327,7 @@ class Batch:
         samplers = [request.sampler for request in self.requests]
         limits, positions = plan.head_limits(self.requests), [start + 1 for start in starts]
         drafts = self.drafter.draft(plan.head, limits, samplers, positions)
-        overlap = all(request.overlap for request in self.requests)
+        overlap = all(request.drafts.overlap for request in self.requests)
         (mx.async_eval if overlap else mx.eval)(drafts.tokens)
         return drafts
 
@@ -358,10 +359,10 @@ class Batch:
 
 def _advance_plan(request: Request, k: int) -> None:
     """Removes a round of `k` drafts from what the depth policy decided."""
-    plan = request.plan
+    plan = request.drafts.plan
     if plan is None:
         return
-    request.plan = Plan(0, plan.rounds - 1) if plan.k == k == 0 and plan.rounds > 1 else None
+    request.drafts.plan = Plan(0, plan.rounds - 1) if plan.k == k == 0 and plan.rounds > 1 else None
 
 
 def _padded(rows: mx.array, padding: int) -> mx.array:

@@ -28,7 +28,7 @@ from .executor import LocalExecutor
 from .options import EngineOptions
 from .probing import batching_refusal
 from .public_faults import public_fault
-from .request import Request
+from .request import Embedding, Request
 from .request_limits import RequestLimits
 from .scheduler import Scheduler
 
@@ -105,8 +105,7 @@ class EmbeddingEngine:
             _NoAnswer(),
             name=f"{request.name}/{index}",
             attempt=request.attempt,
-            dimensions=request.dimensions,
-            pooling=self._options.pooling,
+            embedding=Embedding(request.dimensions, self._options.pooling),
             background=request.background,
             batches_prompt=not (self.batching_reason or alone),
             uses_cache=False,
@@ -188,7 +187,8 @@ class EmbeddingRun:
             self.cancel()
             self._deliver(self._owner.public(end))
             return
-        self._deliver((index, request.embedding))
+        assert request.embedding is not None
+        self._deliver((index, request.embedding.vector))
         self.begin()
 
     def _final_stats(self) -> GenerationStats:

@@ -190,10 +190,10 @@ class Engine:
             reason, remote_work = self.executor.replay(request)
         if remote_work is not None:
             self._in_flight.append(remote_work)
-        self._deliver(request, Rebuilt(request.replayed_rounds, len(request.log)))
+        self._deliver(request, Rebuilt(request.replay.rebuilt, len(request.replay.log)))
         if reason is not None:  # the log holds all of the answer
             self._end(request, reason)
-        elif remote_work is None and request.phase == "replay" and request.is_replayed:
+        elif remote_work is None and request.phase == "replay" and request.replay.is_done:
             request.phase = "decode"
 
     def _deliver_all(self, outcomes: Sequence[StepOutcome]) -> None:

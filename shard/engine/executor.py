@@ -23,7 +23,7 @@ from .issued_round import IssuedRound
 from .prefill_forward import PrefillForward
 from .prefix_store import PrefixStore
 from .prompt_scores import scored
-from .request import Request
+from .request import Embedding, Request
 from .scheduler import Decode, Prefill
 from .state import DraftState, State
 from .step_outcome import StepOutcome, count_replayed, count_round, verdict_of
@@ -175,7 +175,9 @@ class LocalExecutor:
             if request.phase == "finished":
                 continue
             state.rows = request.rows = forward.ends[index]
-            max_unread = patience if isinstance(request.depth, AdaptiveDepth) else PENDING_ROWS
+            max_unread = (
+                patience if isinstance(request.drafts.depth, AdaptiveDepth) else PENDING_ROWS
+            )
             self._feed_head(forward, index, max_unread)
             if request.scores_prompt:
                 outcomes.append(
@@ -183,8 +185,8 @@ class LocalExecutor:
                 )
             if request.rows < len(request.prompt):
                 unfinished.append(state)
-            elif request.dimensions:
-                outcomes.append(_embedding(request, forward.outputs[index].hidden))
+            elif request.embedding is not None:
+                outcomes.append(_embed(request, request.embedding, forward.outputs[index].hidden))
             else:
                 output, start = forward.outputs[index], forward.begin(index)
                 if output.hidden is not None and state.draft is not None:
@@ -244,11 +246,11 @@ class LocalExecutor:
 
     def replay(self, request: Request) -> tuple[FinishReason | None, None]:
         """Rebuilds the state behind rounds of a log. Returns why the answer ends, if so."""
-        if request.replayed_rounds == 0:
+        if request.replay.rebuilt == 0:
             return self._replay_first(request), None
         batch = self._groups.of((request,))
-        rounds = request.log[request.replayed_rounds : request.replayed_rounds + REPORT_EVERY]
-        if request.replay_rows and not self.fixed_rows:
+        rounds = request.replay.log[request.replay.rebuilt : request.replay.rebuilt + REPORT_EVERY]
+        if request.replay.rows and not self.fixed_rows:
             self._replay_merged(batch, request, rounds)
         else:
             self._replay_each(batch, request, rounds)
@@ -280,9 +282,9 @@ class LocalExecutor:
 
     def depth_reason(self, request: Request) -> str:
         """Why the request's last round drafted as many tokens as it did, for a person."""
-        if request.round_size > 1 and isinstance(request.depth, AdaptiveDepth):
+        if request.round_size > 1 and isinstance(request.drafts.depth, AdaptiveDepth):
             return self.policy.depth.reason()
-        return request.depth.reason(request.rows)
+        return request.drafts.depth.reason(request.rows)
 
     @property
     def bytes(self) -> int:
@@ -303,7 +305,7 @@ class LocalExecutor:
     def _first_token(self, request: Request, logits: mx.array, start: int) -> list[StepOutcome]:
         """The token behind the prompt, whose last forward began at row `start` and gave `logits`
         (1, V); none if the log has it."""
-        if request.log:
+        if request.replay.log:
             request.phase = "replay"
             return []
         end = request.rows
@@ -319,7 +321,7 @@ class LocalExecutor:
         return [count_round(request, verdict, 0, ids, Forward(start, end - start))]
 
     def _replay_first(self, request: Request) -> FinishReason | None:
-        first = request.log[0]
+        first = request.replay.log[0]
         if (draft := self._groups.single[request].draft) is not None:
             draft.complete(as_row(first.tokens))
         return count_replayed(request, [first])
@@ -340,8 +342,8 @@ class LocalExecutor:
         """Repeats rounds without their rejected rows, by as few forwards as possible."""
         following = [token for round_ in rounds for token in round_.tokens]
         ids = [request.token, *following[:-1]]
-        for begin in range(0, len(following), request.replay_rows):
-            rows = slice(begin, begin + request.replay_rows)
+        for begin in range(0, len(following), request.replay.rows):
+            rows = slice(begin, begin + request.replay.rows)
             batch.append(ids[rows], following[rows], len(following[rows]))
 
     def _own_caches(self, request: Request) -> Sequence[Any]:
@@ -352,12 +354,12 @@ class LocalExecutor:
         return () if batch is None else batch.caches.views()
 
 
-def _embedding(request: Request, hidden: mx.array | None) -> StepOutcome:
+def _embed(request: Request, embedding: Embedding, hidden: mx.array | None) -> StepOutcome:
     """The end of a request for an embedding: pooled hidden states, cut and of length 1."""
     assert hidden is not None
-    row = POOLINGS[request.pooling](hidden)[: request.dimensions]
+    row = POOLINGS[embedding.pooling](hidden)[: embedding.dimensions]
     vector = row / mx.linalg.norm(row)
     if not mx.isfinite(vector).all().item():
         return StepOutcome(request, fault=NotFinite(request.rows))
-    request.embedding = to_bytes(vector)
+    embedding.vector = to_bytes(vector)
     return StepOutcome(request, reason="stop")

@@ -60,7 +60,7 @@ def outcome_of(
         return _not_finite(flight, request, start + 1 + ids.index(NO_TOKEN))
     request.checks_target = False
     if not sound:
-        request.parked_at = start + 1
+        request.drafts.parked_at = start + 1
     forward = Forward(start, flight.width, len(flight.requests))
     outcome = count_round(
         request,

@@ -156,7 +156,7 @@ class PipelineExecutor:
         state.rows = request.rows = end = forward.ends[0]
         ids, prefill_log = request.prompt[begin:end], self._prefill_logs[request]
         is_last = end == len(request.prompt)
-        reply = pb.REPLY_LAST if is_last and not request.log else pb.REPLY_COMPUTED
+        reply = pb.REPLY_LAST if is_last and not request.replay.log else pb.REPLY_COMPUTED
         border = self._border(request, state) if not is_last else pb.BORDER_UNSPECIFIED
         prefill_log.add(begin, ids, border)
         if is_last:
@@ -165,9 +165,9 @@ class PipelineExecutor:
         mx.clear_cache()
         self._require_finite(data, begin, end - begin)
         trip = self._send([request], begin, end - begin, ids, data, reply, border=border)
-        if is_last and request.log:
+        if is_last and request.replay.log:
             request.phase = "replay"
-        if not is_last or request.log:
+        if not is_last or request.replay.log:
             return [], RemoteWork((request,), "chunk", trip, may_be_followed=not is_last)
         return [], RemoteWork((request,), "last_chunk", trip)
 
@@ -189,16 +189,16 @@ class PipelineExecutor:
 
     def replay(self, request: Request) -> tuple[FinishReason | None, RemoteWork | None]:
         """Rebuilds the state behind the next rounds of a log, by the same forwards."""
-        first = request.replayed_rounds
+        first = request.replay.rebuilt
         if first == 0:
-            return count_replayed(request, request.log[:1]), None
+            return count_replayed(request, request.replay.log[:1]), None
         forwards, rows = list[Replayed](), 0
-        for round_ in request.log[first:][:REPORT_EVERY]:
+        for round_ in request.replay.log[first:][:REPORT_EVERY]:
             if forwards and rows + round_.forward.rows > self._chunk:
                 break
             forwards.append(Replayed(round_.forward.rows, len(round_.tokens)))
             rows += round_.forward.rows
-        rounds = request.log[first : first + len(forwards)]
+        rounds = request.replay.log[first : first + len(forwards)]
         ids, last_token = list[int](), request.token
         for round_ in rounds:
             padding = [0] * (round_.forward.rows - len(round_.tokens))
@@ -217,7 +217,7 @@ class PipelineExecutor:
         request.rows += sum(forward.kept_rows for forward in forwards)
         state.rows = request.rows
         # No round may be sent before all stages have computed the rows before it.
-        may_be_followed = not request.is_replayed
+        may_be_followed = not request.replay.is_done
         return reason, RemoteWork((request,), "log", trip, may_be_followed=may_be_followed)
 
     def issue(self, step: Decode, running: int) -> RemoteWork:
@@ -251,7 +251,7 @@ class PipelineExecutor:
         if flight.kind in ("round", "last_chunk") and sound:
             return outcomes + self._read_tokens(flight, sound)
         for request in sound:
-            if request.phase == "replay" and request.is_replayed:
+            if request.phase == "replay" and request.replay.is_done:
                 request.phase = "decode"
         return outcomes
 

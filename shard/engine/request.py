@@ -116,6 +116,50 @@ def _ignore(_: object) -> None:
 
 
 @dataclass(slots=True, eq=False)
+class DraftProgress:
+    """How one request drafts, and its progress in that."""
+
+    depth: DepthPolicy = field(default_factory=lambda: FixedDepth(0))
+    """Decides how many tokens a round drafts that it shares with no other request."""
+    lookup: PromptLookup | None = None
+    """Drafts that are copied from its own tokens, unless it copies nothing."""
+    overlap: bool = True
+    """Whether drafts are computed while the verifier's graph is built."""
+    plan: Plan | None = None
+    """The rest of the depth policy's last decision."""
+    parked_at: int | None = None
+    """The position at which drafting ended because the drafter's logits were not finite."""
+
+
+@dataclass(slots=True, eq=False)
+class ReplayProgress:
+    """The rounds of an earlier attempt: a state is rebuilt from them, and none is emitted again."""
+
+    log: Sequence[Round] = ()
+    rows: int = 0
+    """Rows of the forwards that rebuild the log, if they were measured to give what single steps
+    give; else 0, and each forward has as many rows as the log records."""
+    rebuilt: int = 0
+    """Rounds of the log that were rebuilt."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all rounds were rebuilt."""
+        return self.rebuilt == len(self.log)
+
+
+@dataclass(slots=True, eq=False)
+class Embedding:
+    """The end of a request that has no answer."""
+
+    dimensions: int
+    pooling: str
+    """How it is made of the hidden states of the last forward: a key of `POOLINGS`."""
+    vector: bytes = b""
+    """Float32, once the prompt is read."""
+
+
+@dataclass(slots=True, eq=False)
 class Request:
     """A request in progress. The compute thread owns every field but `events_read`."""
 
@@ -130,17 +174,10 @@ class Request:
     """Name and attempt identify the request's state on every stage."""
     k: int = 0
     """Drafts per round, at most."""
-    depth: DepthPolicy = field(default_factory=lambda: FixedDepth(0))
-    """Decides how many tokens a round drafts that it shares with no other request."""
-    lookup: PromptLookup | None = None
-    """Drafts that are copied from its own tokens; None: it copies nothing."""
+    drafts: DraftProgress = field(default_factory=lambda: DraftProgress())
+    replay: ReplayProgress = field(default_factory=lambda: ReplayProgress())
     loop_guard: LoopGuard | None = None
-    """Ends an answer that repeats itself; None: it may."""
-    log: Sequence[Round] = ()
-    """Rounds of an earlier attempt: its state is rebuilt from them, and none is emitted again."""
-    replay_rows: int = 0
-    """Rows of the forwards that rebuild the log, if they were measured to give what single steps
-    give; 0: each forward has as many rows as the log records."""
+    """Ends an answer that repeats itself, unless it may."""
     top_logprobs: int | None = None
     """Alternatives whose log-probabilities are returned with each token's; None: not even that."""
     scores_prompt: bool = False
@@ -156,8 +193,6 @@ class Request:
     """Whether an earlier attempt may have failed in a forward. Then each round is read before the
     next one is issued, which shows whether the target or a draft gave logits that are not finite.
     """
-    overlap: bool = True
-    """Whether drafts are computed while the verifier's graph is built."""
     cache_salt: bytes = b""
     uses_cache: bool = True
     """Whether it may begin behind a cached prefix, and its own states are cached."""
@@ -167,10 +202,8 @@ class Request:
     """A state that another runner sent, until the request begins."""
     images: PromptImages | None = None
     """The images of its prompt; None: it has none."""
-    dimensions: int = 0
-    """Numbers of the embedding that it ends with, in place of an answer; 0: it has an answer."""
-    pooling: str = "last"
-    """How that is made of the hidden states of its last forward: a key of `POOLINGS`."""
+    embedding: Embedding | None = None
+    """What it ends with in place of an answer."""
     deliver: Callable[[Step], None] = _ignore
     """Called with progress and rounds."""
     finish: Callable[[FinishReason | BaseException], None] = _ignore
@@ -189,14 +222,8 @@ class Request:
     """Rounds issued so far: seeds the noise of a round whose position only the device knows."""
     emitted_tokens: int = 0
     """Tokens of the answer, those of the log included."""
-    replayed_rounds: int = 0
-    """Rounds of the log that were rebuilt."""
     token: int = 0
     """The last token; the next forward writes its row."""
-    plan: Plan | None = None
-    """The rest of the depth policy's last decision."""
-    parked_at: int | None = None
-    """The position at which drafting ended because the drafter's logits were not finite."""
     round_size: int = 1
     """Requests of its last round, itself included."""
     checks_target: bool = False
@@ -206,8 +233,6 @@ class Request:
     """Number of the requests that it shares forwards with; see `Scheduler`."""
     turn: int = 0
     """Number of the last piece of work that it took part in."""
-    embedding: bytes = b""
-    """Its embedding once its prompt is read: float32."""
     events_delivered: int = 0
     events_read: int = 0
     """Written by the reader's thread alone."""
@@ -251,14 +276,14 @@ class Request:
     @property
     def draft_limit(self) -> int:
         """Tokens that its next round may draft at most."""
-        if self.parked_at is not None or self.checks_target:
+        if self.drafts.parked_at is not None or self.checks_target:
             return 0
         return max(0, min(self.k, self.remaining_tokens - 1))
 
     @property
     def most_drafts(self) -> int:
         """Tokens that one of its rounds may draft or copy at most."""
-        return max(self.k, 0 if self.lookup is None else self.lookup.policy.longest)
+        return max(self.k, 0 if self.drafts.lookup is None else self.drafts.lookup.policy.longest)
 
     @property
     def copy_limit(self) -> int:
@@ -276,11 +301,6 @@ class Request:
         return self.events_delivered - self.events_read >= MAX_UNREAD_EVENTS
 
     @property
-    def is_replayed(self) -> bool:
-        """Whether all rounds of its log were rebuilt."""
-        return self.replayed_rounds == len(self.log)
-
-    @property
     def is_read(self) -> bool:
         """Whether it has read the rows that it is for; never true of a request with an answer."""
         return 0 < self.reads_to <= self.rows
@@ -293,8 +313,8 @@ class Request:
     def count(self, token: int) -> FinishReason | None:
         """Adds a token to the answer. Returns why the answer ends with it, if it does."""
         self.emitted_tokens, self.token = self.emitted_tokens + 1, token
-        if self.lookup is not None:
-            self.lookup.push(token)
+        if self.drafts.lookup is not None:
+            self.drafts.lookup.push(token)
         reason = self.stop_condition.push(token)
         if reason is None and self.emitted_tokens >= self.max_tokens:
             return "length"

@@ -73,9 +73,9 @@ class RoundPlan:
 
 def demand_of(request: Request) -> DraftDemand:
     """A request's demand on the head in a batch."""
-    if not isinstance(request.depth, AdaptiveDepth):
+    if not isinstance(request.drafts.depth, AdaptiveDepth):
         return DraftDemand(request.draft_limit, None)
-    return DraftDemand(request.draft_limit, request.depth.acceptance.probabilities)
+    return DraftDemand(request.draft_limit, request.drafts.depth.acceptance.probabilities)
 
 
 def plan_together(
@@ -88,7 +88,7 @@ def plan_together(
     plain = RoundPlan(head, head, [NONE] * len(requests))
     if not policy.copies:
         return plain
-    lookups = [request.lookup for request in requests if request.lookup is not None]
+    lookups = [request.drafts.lookup for request in requests if request.drafts.lookup is not None]
     _ = any(lookup.read() for lookup in lookups)  # a part of one prompt between two rounds
     copies = [_copy(request, in_flight=in_flight) for request in requests]
     offers = [
@@ -113,11 +113,11 @@ def _copy(request: Request, *, in_flight: bool) -> tuple[Sequence[int], Sequence
 
     While a round is in flight its grammar's state is not known, which is asked before a copy.
     """
-    if request.lookup is None:
+    if request.drafts.lookup is None:
         return NONE, NONE
-    reached = request.lookup.reached(request.copy_limit)
+    reached = request.drafts.lookup.reached(request.copy_limit)
     if not reached:
         return NONE, NONE
-    tokens = request.lookup.tokens(len(reached))
+    tokens = request.drafts.lookup.tokens(len(reached))
     count = len(tokens) if in_flight else request.sampler.allowed_count(tokens)
     return tokens[:count], reached[:count]

@@ -90,5 +90,5 @@ def count_replayed(request: Request, rounds: Sequence[Round]) -> FinishReason | 
     for round_ in rounds:
         request.sampler.commit(as_row(round_.tokens))
         reason, _ = request.extend(list(round_.tokens))
-    request.replayed_rounds += len(rounds)
+    request.replay.rebuilt += len(rounds)
     return reason

@@ -41,7 +41,7 @@ from .prefix_lookup import PrefixLookup
 from .prefix_store import PrefixStore
 from .prompt_images import PromptImages
 from .public_faults import public_fault
-from .request import EngineRequest, Request
+from .request import DraftProgress, EngineRequest, ReplayProgress, Request
 from .request_limits import RequestLimits
 from .scheduler import Scheduler
 
@@ -269,11 +269,16 @@ class TextEngine:
             name=engine_request.request,
             attempt=engine_request.attempt,
             k=engine_request.k,
-            depth=self.drafting.depth(engine_request),
-            lookup=self.lookup.lookup(engine_request),
+            drafts=DraftProgress(
+                self.drafting.depth(engine_request),
+                self.lookup.lookup(engine_request),
+                self._options.async_draft_eval if overlap is None else overlap,
+            ),
+            replay=ReplayProgress(
+                engine_request.replay,
+                self.drafting.max_k + 1 if measured.drafts_are_exact else 0,
+            ),
             loop_guard=engine_request.loop_guard(),
-            log=engine_request.replay,
-            replay_rows=self.drafting.max_k + 1 if measured.drafts_are_exact else 0,
             top_logprobs=engine_request.top_logprobs,
             scores_prompt=scores_prompt,
             background=engine_request.background,
@@ -282,7 +287,6 @@ class TextEngine:
             and measured.batch_identity == "bitwise"
             and not (engine_request.images or scores_prompt),
             after_fault=engine_request.after_fault,
-            overlap=self._options.async_draft_eval if overlap is None else overlap,
             cache_salt=engine_request.cache_salt,
             uses_cache=engine_request.uses_cache and not scores_prompt and self._prefixes.enabled,
             received=engine_request.received,
@@ -307,7 +311,7 @@ class TextEngine:
         self, answer: AnswerEvents, request: Request, reason: FinishReason
     ) -> AnswerEnd:
         engine_request, text, measured = answer.request, answer.text, self.measurements
-        self.drafting.park(request.parked_at)
+        self.drafting.park(request.drafts.parked_at)
         depth_reason = self._note_depth(request) if engine_request.k else ""
         stats = answer.stats.finish(
             prompt_tokens=len(engine_request.prompt),
@@ -330,7 +334,7 @@ class TextEngine:
         if engine_request.adaptive:
             measured.profile.save()
         identity = measured.identity if engine_request.k else "off"
-        if identity == "off" and request.lookup is not None:
+        if identity == "off" and request.drafts.lookup is not None:
             identity = "bitwise"  # else its lengths would not be used
         if isinstance(self._executor, PipelineExecutor):
             measured.batch_identity = "bitwise" if self._executor.rounds.is_same else "near_tie"

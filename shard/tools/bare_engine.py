@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...mtp.drafting.depth import FixedDepth
+from ...mtp.drafting.lookup_drafts import PromptLookup
 from ...mtp.sampler import Sampler
 from ...mtp.schedule import prefill_ends
 from ...mtp.seams import StopCondition
@@ -13,7 +14,7 @@ from ...mtp.types import FinishReason, Round, Sampling
 from ..engine.drafter import DraftModel
 from ..engine.engine import Engine
 from ..engine.executor import LocalExecutor
-from ..engine.request import Request
+from ..engine.request import DraftProgress, Request
 from ..engine.scheduler import Scheduler
 
 ROWS = 1 << 20
@@ -68,13 +69,14 @@ def bare_request(
     *,
     sampler: Sampler | None = None,
     stop_condition: StopCondition | None = None,
+    lookup: PromptLookup | None = None,
     **fields: Any,
 ) -> Request:
     """A request that drafts `k` tokens each round; `sampler` None: greedily."""
     ends = prefill_ends(prompt, chunk)
     chooser = sampler or Sampler(Sampling(), 0, (), prompt)
     arguments = prompt, ends, max_tokens, chooser, stop_condition or NoStopCondition()
-    return Request(*arguments, k=k, depth=FixedDepth(k), **fields)
+    return Request(*arguments, k=k, drafts=DraftProgress(FixedDepth(k), lookup), **fields)
 
 
 def steps_of(engine: Engine, requests: Sequence[Request]) -> list[list[Step]]:

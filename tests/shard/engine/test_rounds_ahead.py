@@ -31,7 +31,7 @@ from exo_node.shard.engine.batch import DEVICE_POSITIONS
 from exo_node.shard.engine.drafter import DraftModel
 from exo_node.shard.engine.engine import Engine
 from exo_node.shard.engine.executor import COUNTS_ON_DEVICE
-from exo_node.shard.engine.request import MAX_UNREAD_EVENTS, Request
+from exo_node.shard.engine.request import MAX_UNREAD_EVENTS, DraftProgress, Request
 from exo_node.shard.engine.state import State
 from exo_node.shard.kernels.trial import KernelChoice
 from exo_node.shard.tools.bare_engine import bare_engine, bare_request
@@ -227,7 +227,7 @@ def test_no_two_rounds_share_their_noise() -> None:
 def test_a_head_that_breaks_is_parked_and_the_answer_goes_on() -> None:
     result = tell(2, head=Bigrams(plain(), broken=plain()[12]))
     assert result.ids == plain()
-    assert result.request.parked_at is not None
+    assert result.request.drafts.parked_at is not None
     drafted = [r.drafted for r in result.rounds]
     assert drafted[1] == 2 and drafted[-1] == 0
 
@@ -235,7 +235,7 @@ def test_a_head_that_breaks_is_parked_and_the_answer_goes_on() -> None:
 def test_depths_change_from_round_to_round() -> None:
     """Looks at other depths, and plain tokens between drafts."""
     depth = AdaptiveDepth(3, 1, Prior(), RoundCosts([1.0, 1.1, 1.2, 1.3]))
-    result = tell(3, depth=depth)
+    result = tell(3, drafts=DraftProgress(depth))
     assert result.ids == plain()
     assert len({r.drafted for r in result.rounds}) > 1
 

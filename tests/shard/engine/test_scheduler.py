@@ -177,7 +177,7 @@ def test_prompts_are_read_in_turn_and_the_background_last() -> None:
 
 
 def test_a_log_is_rebuilt_between_rounds() -> None:
-    sched, live = scheduler(), [request("replay", 5, log=(), turn=0), request()]
+    sched, live = scheduler(), [request("replay", 5, turn=0), request()]
     kinds = {type(sched.plan(live, [], in_prefill=False)) for _ in range(2)}
     assert Replay in kinds
 
