@@ -60,7 +60,9 @@ def test_a_source_with_slips_is_quantised_and_keeps_its_templates(tmp_path: Path
     config = (source / "config.json").read_text().rstrip().removesuffix("}")
     _ = (source / "config.json").write_text(f"\ufeff{config}, }}")
     (source / "additional_chat_templates").mkdir()
-    _ = (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    _ = (source / "additional_chat_templates" / "tool_use.jinja").write_text(
+        '{{ tools }}<tool_call>{"name": ..., "arguments": ...}</tool_call>'
+    )
     (source / "generation_config.json").unlink(missing_ok=True)
     (source / "generation_config.json").mkdir()
     _ = run(convert_request(source, tmp_path / "4bit", bits=4))
