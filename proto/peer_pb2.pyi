@@ -804,6 +804,7 @@ class LayerTimes(_message.Message):
     PREFILL_S_FIELD_NUMBER: _builtins.int
     PREFILL_ROWS_FIELD_NUMBER: _builtins.int
     TAIL_S_FIELD_NUMBER: _builtins.int
+    MTP_SPEEDUP_FIELD_NUMBER: _builtins.int
     LAYER_BYTES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     dtype: _builtins.str
@@ -817,6 +818,8 @@ class LayerTimes(_message.Message):
     prefill_rows: _builtins.int
     tail_s: _builtins.float
     """final norm and lm_head, 1 row; measured where a generator ran"""
+    mtp_speedup: _builtins.float
+    """as answers showed it; 0: not known"""
     layer_bytes: _builtins.int
     """weights of a layer that a row reads; 0: not known"""
     def __init__(
@@ -830,11 +833,12 @@ class LayerTimes(_message.Message):
         prefill_s: _builtins.float = ...,
         prefill_rows: _builtins.int = ...,
         tail_s: _builtins.float = ...,
+        mtp_speedup: _builtins.float = ...,
         layer_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "dtype", b"dtype", "layer_bytes", b"layer_bytes", "model", b"model", "prefill_rows", b"prefill_rows", "prefill_s", b"prefill_s", "tail_s", b"tail_s", "verify_rows", b"verify_rows", "verify_s", b"verify_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "dtype", b"dtype", "layer_bytes", b"layer_bytes", "model", b"model", "mtp_speedup", b"mtp_speedup", "prefill_rows", b"prefill_rows", "prefill_s", b"prefill_s", "tail_s", b"tail_s", "verify_rows", b"verify_rows", "verify_s", b"verify_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -4034,6 +4038,7 @@ class RunnerState(_message.Message):
     DEPTH_REASON_FIELD_NUMBER: _builtins.int
     STEP_S_FIELD_NUMBER: _builtins.int
     TIMED_ANSWERS_FIELD_NUMBER: _builtins.int
+    MTP_SPEEDUP_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     live_requests: _builtins.int
     cache_bytes: _builtins.int
@@ -4061,6 +4066,8 @@ class RunnerState(_message.Message):
     """seconds of a plain step, as the last timed answer showed them"""
     timed_answers: _builtins.int
     """answers that showed `step_s`, since the start"""
+    mtp_speedup: _builtins.float
+    """expected of adaptive drafts over plain steps; 0: not known"""
     @_builtins.property
     def epoch(self) -> Global___Epoch:
         """absent: it was not connected yet"""
@@ -4083,11 +4090,12 @@ class RunnerState(_message.Message):
         depth_reason: _builtins.str = ...,
         step_s: _builtins.float = ...,
         timed_answers: _builtins.int = ...,
+        mtp_speedup: _builtins.float = ...,
         epoch: Global___Epoch | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_memory_bytes", b"active_memory_bytes", "cache_bytes", b"cache_bytes", "compute_ended", b"compute_ended", "depth_reason", b"depth_reason", "epoch", b"epoch", "head_parked", b"head_parked", "live_requests", b"live_requests", "peak_memory_bytes", b"peak_memory_bytes", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_disk_rows", b"prefix_disk_rows", "prefix_memory_rows", b"prefix_memory_rows", "prefix_peer_rows", b"prefix_peer_rows", "progress", b"progress", "step_s", b"step_s", "timed_answers", b"timed_answers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_memory_bytes", b"active_memory_bytes", "cache_bytes", b"cache_bytes", "compute_ended", b"compute_ended", "depth_reason", b"depth_reason", "epoch", b"epoch", "head_parked", b"head_parked", "live_requests", b"live_requests", "mtp_speedup", b"mtp_speedup", "peak_memory_bytes", b"peak_memory_bytes", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_disk_rows", b"prefix_disk_rows", "prefix_memory_rows", b"prefix_memory_rows", "prefix_peer_rows", b"prefix_peer_rows", "progress", b"progress", "step_s", b"step_s", "timed_answers", b"timed_answers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

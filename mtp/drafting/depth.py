@@ -135,6 +135,7 @@ class AdaptiveDepth:
         self._until_look = FIRST_STRETCH
         self._look: Exploration | None = None
         self._looks = 0
+        self._learned = 0
 
     def plan(self, position: int) -> Plan:
         if self._look is None:
@@ -150,6 +151,7 @@ class AdaptiveDepth:
     def learn(self, k: int, accepted: int, position: int, seconds: float) -> None:
         is_trial = self._look is not None and k == self._look.k
         self._costs.add(position, k, seconds, is_trial=is_trial)
+        self._learned += 1
         self.record(k, accepted)
         self._until_look -= 1 + accepted
         # Rounds that were issued before a trial are read during it.
@@ -164,6 +166,18 @@ class AdaptiveDepth:
         if k:
             self.acceptance.add(k, accepted)
             self._prior.add(k, accepted)
+
+    @property
+    def plain_seconds(self) -> float | None:
+        """Seconds of a plain token in a short context, as rounds of any depth show them; None: this
+        answer had too few of its own."""
+        return self._costs.seconds(0, 0) if self._learned >= ENOUGH else None
+
+    @property
+    def speedup(self) -> float:
+        """The best expected speed in a short context, relative to plain decoding; 0: not known."""
+        rates = self._rates(0) if self._prior.is_known else []
+        return max(rates) / rates[0] if rates else 0.0
 
     def reason(self, position: int) -> str:
         k = self._k if self._look is None else self._look.k

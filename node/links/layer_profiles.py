@@ -27,6 +27,8 @@ TIMES: Final = ("decode_s", "verify_s", "verify_rows", "prefill_s", "prefill_row
 VOTES: Final = 9
 """Answers, the measurement at load among them, whose lower median is what a step takes."""
 SECONDS: Final = ("decode_s", "verify_s", "prefill_s", "tail_s")
+MAX_SPEEDUP: Final = 9
+"""Tokens of a round with eight drafts, the most that a head may have."""
 _PREFIX: Final = "layers-"
 _SHORTEST_S: Final = 1e-9
 _LONGEST_S: Final = 3600
@@ -65,6 +67,7 @@ class _LayerProfile(BaseModel):
     tail_s: _Seconds
     layer_bytes: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
     """0: measured by an earlier version, which a load repeats."""
+    mtp_speedup: Annotated[float, Field(ge=0, le=MAX_SPEEDUP)] = 0.0
     corrected: Annotated[object, Field(exclude=True, repr=False)] = None
     """A field of earlier versions, which is ignored."""
 
@@ -91,6 +94,10 @@ class _Votes:
         """The lower median: of two that differ the faster counts, for what else a machine does
         only ever adds time. No single answer moves that of three."""
         return statistics.median_low(self.factors)
+
+
+def _is_near(figure: float, other: float) -> bool:
+    return abs(figure - other) <= NOISE * other
 
 
 class LayerProfiles:
@@ -131,28 +138,32 @@ class LayerProfiles:
             _ = self._votes.pop(key, None)
         self._write(key, profile)
 
-    def correct(self, spec: pb.StageSpec, step_s: float) -> None:
-        """Counts what a plain step of a stage took in an answer. Blocks.
+    def correct(self, spec: pb.StageSpec, step_s: float, mtp_speedup: float = 0.0) -> None:
+        """Counts what a plain step of a stage took in an answer, and what drafts gain. Blocks.
 
-        The profile changes only if it is off by more than NOISE, so that it and plans stay.
+        The profile changes only if it is off by more than NOISE, so that it and plans stay. A
+        figure out of bounds counts for nothing.
         """
         key = self._key(spec.checkpoint_sha256, spec.dtype)
         layers, whole = spec.end_layer - spec.first_layer, spec.num_stages == 1
         with self._lock:
             profile = self._profiles.get(key)
-            if profile is None or not _SHORTEST_S <= step_s <= _LONGEST_S:
+            if profile is None:
                 return
             votes = self._votes.setdefault(key, _Votes(profile, deque([1.0], VOTES)))
-            votes.factors.append(step_s / votes.measured.seconds(layers, tail=whole))
+            if _SHORTEST_S <= step_s <= _LONGEST_S:
+                votes.factors.append(step_s / votes.measured.seconds(layers, tail=whole))
             corrected = votes.measured.scaled(votes.factor)
-            if abs(corrected.decode_s / profile.decode_s - 1) <= NOISE:
+            if _is_near(corrected.decode_s, profile.decode_s):
+                corrected = profile
+            gain = mtp_speedup if 1 <= mtp_speedup <= MAX_SPEEDUP else profile.mtp_speedup
+            if _is_near(gain, profile.mtp_speedup):
+                gain = profile.mtp_speedup
+            if corrected is profile and gain == profile.mtp_speedup:
                 return
+            corrected = corrected.model_copy(update={"mtp_speedup": gain})
             self._profiles[key] = corrected
-        log.info(
-            "a token of %s is now expected to take %.3g times as long: answers show it",
-            profile.model,
-            corrected.decode_s / profile.decode_s,
-        )
+        log.info("answers of %s correct what is expected of them", profile.model)
         self._write(key, corrected)
 
     def times(self) -> list[pb.LayerTimes]:
@@ -162,6 +173,7 @@ class LayerProfiles:
                 model=profile.model,
                 dtype=key.dtype,
                 layer_bytes=profile.layer_bytes,
+                mtp_speedup=profile.mtp_speedup,
                 **{name: getattr(profile, name) for name in TIMES},
             )
             for key, profile in list(self._profiles.items())[-MAX_PROFILES:]

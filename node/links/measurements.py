@@ -146,8 +146,8 @@ class Profiling:
         return ready
 
     async def correct(self, spec: pb.StageSpec, state: pb.RunnerState) -> None:
-        """Corrects the times of a stage by the plain step that an answer has just shown."""
-        await asyncio.to_thread(self._profiles.correct, spec, state.step_s)
+        """Corrects the times of a stage by what answers have just shown; 0: nothing new."""
+        await asyncio.to_thread(self._profiles.correct, spec, state.step_s, state.mtp_speedup)
 
     async def record_refusal(
         self, spec: pb.StageSpec, loading: Awaitable[pb.LoadReady]

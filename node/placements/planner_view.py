@@ -232,7 +232,9 @@ def _profile(facts: pb.NodeFacts, model: ModelId) -> LayerProfile | None:
     times = _times(facts, model)
     if times is None or not times.decode_s:
         return None
-    return LayerProfile(times.decode_s, times.verify_s, times.prefill_s, times.tail_s)
+    return LayerProfile(
+        times.decode_s, times.verify_s, times.prefill_s, times.tail_s, times.mtp_speedup
+    )
 
 
 def _times(facts: pb.NodeFacts, model: ModelId) -> pb.LayerTimes | None:

@@ -57,7 +57,7 @@ class RunnerProcess:
         self,
         spec: pb.StageSpec,
         on_exit: Callable[["RunnerProcess"], None],
-        on_answer: Callable[["RunnerProcess"], Awaitable[None]],
+        on_answer: Callable[["RunnerProcess", pb.RunnerState], Awaitable[None]],
         timing: Timing,
     ) -> None:
         self.spec = spec
@@ -176,11 +176,10 @@ class RunnerProcess:
         while (message := await _receive(reader)) is not None:
             match message.WhichOneof("message"):
                 case "state":
-                    before, self.state = self.state.timed_answers, message.state
+                    before, self.state = self.state, message.state
                     self._silent_s = 0.0
                     self._end_if_numb(message.state)
-                    if message.state.timed_answers != before:
-                        await self._on_answer(self)
+                    await self._on_state(before)
                 case "failure":
                     self._verdict = message.failure.message
                 case _:
@@ -191,6 +190,14 @@ class RunnerProcess:
                 self._writer.close()
             log.warning("%s", self.error)
             self._on_exit(self)
+
+    async def _on_state(self, before: pb.RunnerState) -> None:
+        """Reports what answers have shown since `before`."""
+        new = pb.RunnerState(mtp_speedup=self.state.mtp_speedup)
+        if self.state.timed_answers != before.timed_answers:
+            new.step_s = self.state.step_s
+        if new.step_s or new.mtp_speedup != before.mtp_speedup:
+            await self._on_answer(self, new)
 
     async def _end_if_silent(self) -> None:
         """Ends a runner whose event loop is silent: it hangs, and holds its memory.
@@ -282,7 +289,7 @@ class Supervisor:
         on_answer: OnAnswer | None = None,
     ) -> None:
         """`on_exit(spec, reason)` is called for a ready runner that ended by itself; `on_answer`
-        with the state of one whose answer has shown its speed, while no other runner works."""
+        with the speeds that an answer has shown while no other runner worked."""
         self._host = host
         self._on_exit = on_exit
         self._on_answer = on_answer
@@ -337,11 +344,11 @@ class Supervisor:
         """The states of all runners, for the heartbeat."""
         return [_placement_state(runner) for runner in self._runners.values()]
 
-    async def _answered(self, runner: RunnerProcess) -> None:
+    async def _answered(self, runner: RunnerProcess, new: pb.RunnerState) -> None:
         others = (other for other in self._runners.values() if other is not runner)
         works = any(other.status == "loading" or other.state.live_requests for other in others)
         if self._on_answer is not None and not works:
-            await self._on_answer(runner.spec, runner.state)
+            await self._on_answer(runner.spec, new)
 
     def _remove(self, runner: RunnerProcess) -> None:
         key = (runner.spec.placement, runner.spec.stage)

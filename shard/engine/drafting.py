@@ -82,6 +82,12 @@ class DraftControl:
             request.k_source or "the most that the request allows",
         )
 
+    @property
+    def speedup(self) -> float:
+        """See `AdaptiveDepth`: of all answers so far."""
+        profile = self._profile
+        return AdaptiveDepth(self.max_k, 0, profile.prior, profile.costs).speedup
+
     def model(self) -> DraftModel | None:
         """The head with the parts that it shares with the target; None without a head."""
         if self._head is None or self._family is None:

@@ -27,7 +27,7 @@ from .request import Embedding, Request
 from .scheduler import Decode, Prefill
 from .state import DraftState, State
 from .step_outcome import StepOutcome, count_replayed, count_round, verdict_of
-from .step_times import StepTimes
+from .step_times import SHORT_ROWS, StepTimes
 
 REPORT_EVERY: Final = 16
 """Rounds of a log that are rebuilt in one step, between steps of other requests."""
@@ -274,6 +274,8 @@ class LocalExecutor:
     def release(self, request: Request) -> None:
         """Frees a request's state; its rows in a batch are freed by the next change of members."""
         self._groups.release(request)
+        if isinstance(request.depth, AdaptiveDepth) and request.rows <= SHORT_ROWS:
+            self.step_times.estimate(request, request.depth.plain_seconds)
         self.step_times.end(request)
 
     def forget(self, requests: Sequence[Request]) -> list[Request]:

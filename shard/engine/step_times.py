@@ -39,6 +39,13 @@ class StepTimes:
         if is_plain and before is not None and before[0] is request:
             self.add(request, rows, now - before[1])
 
+    def estimate(self, request: object, seconds: float | None) -> None:
+        """Counts `seconds`, if they are known, for an answer that drafted: it ends without ENOUGH
+        plain steps."""
+        if seconds is not None and (request is not self._request or len(self._steps) < ENOUGH):
+            self._note()
+            self._request, self._steps = request, [seconds] * ENOUGH
+
     def end(self, request: object) -> None:
         """Notes the median of an answer that has ended."""
         if request is self._request:

@@ -125,6 +125,7 @@ class StateReport:
         if isinstance(watch, TextEngine):
             state.head_parked = watch.drafting.parked_reason
             state.depth_reason = watch.depth_reason
+            state.mtp_speedup = watch.drafting.speedup
         if not isinstance(watch, EmbeddingEngine):
             times = watch.step_times
             state.step_s, state.timed_answers = times.seconds, times.answers

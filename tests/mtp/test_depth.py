@@ -343,3 +343,24 @@ def test_no_depth_is_expected_to_give_more_than_its_tokens(disturbed: int) -> No
 def test_a_disturbed_plain_step_does_not_make_the_deepest_draft_look_best() -> None:
     costs = RoundCosts([7.0, 1.1, 5.0, 5.2])
     assert AdaptiveDepth(3, 1, Prior([90.0] * 3, [45.0] * 3), costs).plan(100).k == 1
+
+
+@pytest.mark.parametrize("disturbed", [0.1, 1.0, 10.0])
+def test_drafted_rounds_show_a_plain_step_although_the_probe_was_disturbed(
+    disturbed: float,
+) -> None:
+    policy = AdaptiveDepth(3, 2, Prior(), RoundCosts([disturbed * cost for cost in M5_DENSE]))
+    for _ in range(2):
+        policy.learn(2, 1, 100, M5_DENSE[2])
+    assert policy.plain_seconds is None
+    policy.learn(2, 1, 100, M5_DENSE[2])
+    assert policy.plain_seconds == pytest.approx(M5_DENSE[0])
+
+
+def test_the_speedup_is_that_of_the_best_depth_and_at_most_its_tokens() -> None:
+    assert AdaptiveDepth(3, 1, Prior(), RoundCosts(M5_DENSE)).speedup == 0.0
+    always = Prior([90.0] * 3, [90.0] * 3)
+    assert AdaptiveDepth(3, 1, always, RoundCosts([9.0, 1.0, 1.0, 1.0])).speedup == 4.0
+    assert AdaptiveDepth(3, 1, always, RoundCosts([1.0, 9.0, 9.0, 9.0])).speedup == 1.0
+    assert AdaptiveDepth(3, 1, always, RoundCosts()).speedup == 0.0
+    assert AdaptiveDepth(0, 0, always, RoundCosts(M5_DENSE)).speedup == 1.0

@@ -140,3 +140,17 @@ def test_a_full_disk_loses_only_the_file(tmp_path: Path) -> None:
     for _ in range(2):
         profiles.correct(spec(), 3 * TRUE)
     assert abs(step_s(profiles) / (3 * TRUE) - 1) <= NOISE
+
+
+def test_what_drafts_gain_is_kept_and_changes_beyond_the_noise(tmp_path: Path) -> None:
+    profiles = opened(tmp_path, times())
+    gains = list[float]()
+    for gain in (0.0, 1.5, 1.5 * (1 + NOISE / 2), 1.0, 0.5, 9.5, float("nan"), float("inf")):
+        profiles.correct(spec(), 0.0, gain)
+        gains.append(profiles.times()[0].mtp_speedup)
+    assert gains == [0.0, 1.5, 1.5, *[1.0] * 5]
+    for _ in range(3):
+        profiles.correct(spec(), 3 * TRUE, 0.0)
+    [known] = opened(tmp_path).times()
+    assert known.mtp_speedup == 1.0
+    assert abs(known.decode_s / 3e-2 - 1) <= NOISE

@@ -79,3 +79,18 @@ def test_the_next_answer_ends_one_that_was_never_ended() -> None:
     assert (times.seconds, times.answers) == (0.5, 1)
     times.end(B)
     assert (times.seconds, times.answers) == (0.25, 2)
+
+
+def test_an_answer_that_drafted_counts_by_what_its_rounds_let_expect() -> None:
+    times = StepTimes()
+    read_all(times, A, [0.5] * (ENOUGH - 1))
+    times.estimate(A, 0.25)
+    times.end(A)
+    assert (times.seconds, times.answers) == (0.25, 1)
+    read_all(times, B, [0.5] * ENOUGH)
+    times.estimate(B, 0.25)
+    times.end(B)
+    assert (times.seconds, times.answers) == (0.5, 2), "its own steps come first"
+    times.estimate(A, None)
+    times.end(A)
+    assert times.answers == 2
