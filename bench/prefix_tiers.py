@@ -45,7 +45,7 @@ from shape_engine import NoText, shape_engine
 from exo_node.mtp.types import Sampling
 from exo_node.shard.engine.compute import ComputeThread
 from exo_node.shard.engine.options import EngineOptions
-from exo_node.shard.engine.prefix_disk import PrefixDisk
+from exo_node.shard.engine.prefixes.disk import PrefixDisk
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.stage_model import StageModel

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import mlx.core as mx
 
 from exo_node.mtp.caches.rollback import cache_arrays
-from exo_node.shard.engine.prefix_cache import PrefixCache
-from exo_node.shard.engine.prefix_tree import PrefixNode
+from exo_node.shard.engine.prefixes.memory import PrefixCache
+from exo_node.shard.engine.prefixes.tree import PrefixNode
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.stage import StageWorker
-from exo_node.shard.engine.state import State
+from exo_node.shard.engine.states.state import State
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.text.stop_strings import StopStrings
 
@@ -35,7 +35,8 @@ def prefix_of(engine: TextEngine, engine_request: EngineRequest) -> State | None
     """The prefix that the engine of a whole model has cached for a request."""
     text = engine.codec.stream(StopStrings(()), ignore_end=True)
     request = engine._new_request(engine_request, text)  # pyright: ignore[reportPrivateUsage]
-    return engine._prefixes.find(request, engine.cache_bytes())  # pyright: ignore[reportPrivateUsage]
+    store = engine._prefixes  # pyright: ignore[reportPrivateUsage]
+    return store.find(request.path, engine.cache_bytes()) if request.uses_cache else None
 
 
 def counted(cache: PrefixCache) -> int:

@@ -19,7 +19,7 @@ from small import LAYERS, small_spec
 
 from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import PeerLost
-from exo_node.shard.engine.prefix_store import PrefixStore
+from exo_node.shard.engine.prefixes.store import PrefixStore
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.stage import StageWorker
 from exo_node.shard.engine.text_engine import TextEngine

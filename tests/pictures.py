@@ -13,7 +13,7 @@ from typing import Any
 from engines import Answer, engine_of, load_quietly, request, spec
 from loopback import LoopbackLink
 
-from exo_node.shard.engine.prefix_store import PrefixStore
+from exo_node.shard.engine.prefixes.store import PrefixStore
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.stage import StageWorker
 from exo_node.shard.engine.text_engine import TextEngine

@@ -20,7 +20,7 @@ from exo_node.mtp.types import Round
 from exo_node.placement.errors import PeerLost
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.events import Delta
-from exo_node.shard.engine.prefix_store import PrefixStore
+from exo_node.shard.engine.prefixes.store import PrefixStore
 from exo_node.shard.engine.stage import StageOutput, StageWorker
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded

@@ -18,8 +18,8 @@ from zoo_runs import small
 from exo_node.mtp.types import Sampling
 from exo_node.placement.config import hidden_size
 from exo_node.shard.engine.options import EngineOptions
-from exo_node.shard.engine.prefix_disk import PrefixDisk
-from exo_node.shard.engine.prefix_store import PrefixStore
+from exo_node.shard.engine.prefixes.disk import PrefixDisk
+from exo_node.shard.engine.prefixes.store import PrefixStore
 from exo_node.shard.engine.stage import StageWorker
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded

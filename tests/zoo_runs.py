@@ -22,7 +22,7 @@ from exo_node.placement.config import hidden_size
 from exo_node.shard.engine.engine import Engine
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.pipeline_executor import PipelineExecutor
-from exo_node.shard.engine.prefix_store import PrefixStore
+from exo_node.shard.engine.prefixes.store import PrefixStore
 from exo_node.shard.engine.scheduler import Scheduler
 from exo_node.shard.engine.stage import StageWorker
 from exo_node.shard.model.split_check import small_model

@@ -14,12 +14,12 @@ from ...mtp.probe import PADDING_ID
 from ...mtp.seams import as_row
 from ...mtp.targets import Target
 from ...mtp.types import Round
-from .cache_set import CacheSet
 from .drafter import PENDING_ROWS, RESTING_ROWS, Drafter, DraftModel
 from .issued_round import IssuedRound, kept_rows_of, outcome_of
 from .request import Request
 from .round_plan import NONE, RoundPlan, demand_of, plan_together
-from .state import DraftState, State
+from .states.cache_set import CacheSet
+from .states.state import DraftState, State
 from .step_outcome import StepOutcome, verdict_of
 
 DEVICE_POSITIONS: Final = 2**40

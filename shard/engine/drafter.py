@@ -16,9 +16,9 @@ from ...mtp.sampling import greedy_choice
 from ...mtp.schedule import rows_at
 from ...mtp.seams import Drafts, as_row, joined_drafts
 from ...mtp.types import Sampling
-from .cache_set import CacheSet, Part
-from .state import DraftState
-from .unread_rows import READ_ROWS, RowBlock, Rows, UnreadRows, joined
+from .states.cache_set import CacheSet, Part
+from .states.state import DraftState
+from .states.unread_rows import READ_ROWS, RowBlock, Rows, UnreadRows, joined
 
 PENDING_ROWS: Final = 64
 """Committed rows that wait for a draft during plain decoding, before the head reads them: one

@@ -15,17 +15,17 @@ from ...mtp.types import FinishReason, Forward, Round
 from ..model.embedder import POOLINGS
 from ..model.tensors import to_bytes
 from .batch import Batch
-from .cache_set import can_count_on_device
 from .drafter import PENDING_ROWS, RESTING_ROWS, DraftModel, read_rows
 from .flight import Flight
-from .groups import Groups
 from .issued_round import IssuedRound
 from .prefill_forward import PrefillForward
-from .prefix_store import PrefixStore
+from .prefixes.store import PrefixStore
 from .prompt_scores import scored
 from .request import Embedding, Request
 from .scheduler import Decode, Prefill
-from .state import DraftState, State
+from .states.cache_set import can_count_on_device
+from .states.groups import Groups
+from .states.state import DraftState, State
 from .step_outcome import StepOutcome, count_replayed, count_round, verdict_of
 from .step_times import SHORT_ROWS, StepTimes
 
@@ -152,7 +152,12 @@ class LocalExecutor:
 
     def begin(self, request: Request) -> None:
         """Gives a request its caches, behind a cached prefix of its prompt if there is one."""
-        state = self._prefixes.find(request, self.bytes)
+        received, request.received = request.received, None
+        self._prefixes.begin()
+        state = None
+        if request.uses_cache:
+            counts = not request.reads_to
+            state = self._prefixes.find(request.path, self.bytes, received, counts=counts)
         if state is None:
             state = State(self._make_caches(), 0, DraftState() if request.k else None)
         request.rows = request.cached_rows = state.rows
@@ -237,8 +242,8 @@ class LocalExecutor:
 
     def keep_prefix(self, request: Request) -> None:
         """Puts a copy of its state behind the rows read so far into the prefix cache."""
-        if request.cached_rows < request.rows < len(request.prompt):
-            self._prefixes.keep(request, self._groups.single[request], self.bytes)
+        if request.uses_cache and request.cached_rows < request.rows < len(request.prompt):
+            self._prefixes.keep(request.path, self._groups.single[request], self.bytes)
 
     def make_room(self, request: Request) -> None:
         """Shrinks the prefix cache as the next rows of an answer require."""

@@ -26,16 +26,16 @@ from ..model.stage_model import StageModel
 from ..model.tensors import DTYPES, ITEM_BYTES, from_bytes, to_bytes
 from ..pipeline.frames import BlockMember, HiddenBlock, Replayed
 from ..pipeline.link import StageLink, Trip
-from .borders import Borders, PrefillLog
 from .executor import REPORT_EVERY
 from .flight import Flight
 from .options import EngineOptions
 from .prefill_forward import PrefillForward
-from .prefix_store import PrefixStore
+from .prefixes.borders import Borders, PrefillLog
+from .prefixes.store import PrefixStore
 from .request import Request
 from .scheduler import Decode, Prefill
 from .stage_rounds import StageRounds, replay_forwards
-from .state import State
+from .states.state import State
 from .step_outcome import StepOutcome, count_replayed, count_round, verdict_of
 
 

@@ -16,7 +16,7 @@ from ...mtp.seams import ForwardOutput, as_row
 from ...mtp.targets import FamilyTarget, PromptReader
 from .prompt_images import set_places
 from .request import Request
-from .state import State
+from .states.state import State
 
 MIN_PART_S: Final = 0.02
 """The shortest part, since the scheduler runs after each."""

@@ -16,8 +16,8 @@ from ..text.channels import AnswerFormat
 from ..text.image_rows import PreparedImage
 from ..text.stop_strings import StopStrings
 from .loop_guard import LoopGuard, LoopLimits
+from .prefixes.prompt_path import PromptPath
 from .prompt_images import PromptImages
-from .prompt_path import PromptPath
 
 
 @dataclass(frozen=True, slots=True)

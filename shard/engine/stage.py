@@ -24,11 +24,11 @@ from ..model.tensors import DTYPES, ITEM_BYTES, from_bytes, to_bytes
 from ..pipeline.frames import BlockMember, HiddenBlock
 from ..pipeline.link import Key
 from ..pipeline.seen_attempts import SeenAttempts
-from .borders import PrefillLog
-from .prefix_store import PrefixStore
-from .prompt_path import PromptPath
+from .prefixes.borders import PrefillLog
+from .prefixes.prompt_path import PromptPath
+from .prefixes.store import PrefixStore
 from .stage_rounds import StageRounds, replay_forwards
-from .state import State
+from .states.state import State
 from .step_outcome import SHARED
 from .step_times import StepTimes
 

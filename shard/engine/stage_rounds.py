@@ -16,8 +16,8 @@ from ..model.model_faults import MODEL_FAULTS, headline
 from ..model.stage_model import StageModel
 from ..model.tensors import to_bytes
 from ..pipeline.frames import Replayed
-from .groups import Groups, K, StageGroup
-from .state import State
+from .states.groups import Groups, K, StageGroup
+from .states.state import State
 from .step_times import StepTimes
 
 log = logging.getLogger(__name__)

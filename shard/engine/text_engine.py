@@ -35,10 +35,10 @@ from .lookup_control import LookupControl
 from .model_measurements import ModelMeasurements
 from .options import EngineOptions
 from .pipeline_executor import PipelineExecutor
-from .prefix_disk import PrefixDisk
-from .prefix_export import PrefixExport
-from .prefix_lookup import PrefixLookup
-from .prefix_store import PrefixStore
+from .prefixes.disk import PrefixDisk
+from .prefixes.export import PrefixExport
+from .prefixes.lookup import PrefixLookup
+from .prefixes.store import PrefixStore
 from .prompt_images import PromptImages
 from .public_faults import public_fault
 from .request import DraftProgress, EngineRequest, ReplayProgress, Request

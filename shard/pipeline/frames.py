@@ -67,7 +67,7 @@ class HiddenBlock:
     places: tuple[int, ...] = ()
     """(3, rows) positions of a chunk with rows of images; empty: `delta` says them."""
     border: "pb.Border.ValueType" = pb.BORDER_UNSPECIFIED
-    """Whether stages cache the state behind it; see `shard/engine/borders.py`."""
+    """Whether stages cache the state behind it; see `shard/engine/prefixes/borders.py`."""
 
     @property
     def is_round(self) -> bool:

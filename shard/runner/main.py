@@ -35,8 +35,8 @@ from ...proto.bound_server import BoundNumbers
 from ...proto.grpc_options import SERVER_OPTIONS
 from ..engine.compute import ComputeThread
 from ..engine.options import EngineOptions
-from ..engine.prefix_disk import PrefixDisk
-from ..engine.prefix_store import PrefixStore
+from ..engine.prefixes.disk import PrefixDisk
+from ..engine.prefixes.store import PrefixStore
 from ..engine.stage import StageWorker
 from ..engine.text_engine import TextEngine
 from ..kernels.fused_code import compiling_apart, wait_for_save

@@ -15,7 +15,7 @@ from ...proto import peer_pb2 as pb
 from ..checkpoint.prefix_files import FORMAT
 from ..checkpoint.weight_samples import sample_digest
 from ..engine.draft_profile import DraftProfile, DraftProfileKey
-from ..engine.prefix_disk import PrefixDisk
+from ..engine.prefixes.disk import PrefixDisk
 from ..kernels.install import used
 from ..model.load import Loaded
 

@@ -17,8 +17,8 @@ from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ...proto.grpc_options import CHANNEL_OPTIONS
 from ..checkpoint.prefix_stream import PrefixReceiver, ReceivedPrefix
-from ..engine.prefix_import import ExpectedPrefix
-from ..engine.prefix_lookup import PrefixLookup
+from ..engine.prefixes.expected import ExpectedPrefix
+from ..engine.prefixes.lookup import PrefixLookup
 from ..engine.request import EngineRequest
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from ...placement.errors import InvalidRequest, PeerLost, StateLost
 from ...proto import peer_pb2 as pb
 from ..checkpoint.files import Buffer
 from ..engine.compute import ComputeThread
-from ..engine.prefix_export import PrefixExport
+from ..engine.prefixes.export import PrefixExport
 from ..model.stage_limits import StageLimits
 
 CHUNK_BYTES: Final = 1 << 20

@@ -11,7 +11,7 @@ import mlx.core as mx
 from ...proto import peer_pb2 as pb
 from ..engine.compute import ComputeThread
 from ..engine.embedding_engine import EmbeddingEngine
-from ..engine.prefix_disk import PrefixDisk
+from ..engine.prefixes.disk import PrefixDisk
 from ..engine.stage import StageWorker
 from ..engine.text_engine import TextEngine
 from ..model.load import bytes_read

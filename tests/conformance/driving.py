@@ -29,7 +29,7 @@ from subjects import loaded, room_of, spec_of
 
 from exo_node.mtp.types import Penalties, Round, Sampling
 from exo_node.shard.engine.events import AnswerEnd, Delta
-from exo_node.shard.engine.prefix_store import PrefixStore
+from exo_node.shard.engine.prefixes.store import PrefixStore
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.stage import StageWorker
 from exo_node.shard.engine.text_engine import TextEngine

@@ -29,17 +29,23 @@ ROOMS: dict[str, str] = {
     "shard/pipeline": "placement proto mtp shard/model",
     "shard/engine": (
         "placement proto mtp mtp/caches mtp/drafting mtp/families "
+        "shard/engine/prefixes shard/engine/states "
         "shard/pipeline shard/model shard/kernels shard/text shard/checkpoint"
     ),
+    "shard/engine/prefixes": (
+        "placement proto mtp mtp/caches shard/engine/states shard/checkpoint"
+    ),
+    "shard/engine/states": "mtp mtp/caches",
     "shard/runner": (
         "placement proto mtp "
-        "shard/engine shard/pipeline shard/model shard/kernels shard/text shard/checkpoint"
+        "shard/engine shard/engine/prefixes "
+        "shard/pipeline shard/model shard/kernels shard/text shard/checkpoint"
     ),
     "shard/tools": "placement proto mtp mtp/drafting shard/engine shard/model shard/kernels",
     "shard/tools/convert": "placement mtp shard/model shard/checkpoint shard/tools",
     "shard/tools/verify": (
         "placement proto mtp mtp/caches mtp/families "
-        "shard/engine shard/model shard/kernels shard/text shard/tools"
+        "shard/engine shard/engine/states shard/model shard/kernels shard/text shard/tools"
     ),
     "node/machine": "placement shard/checkpoint shard/kernels",
     "node/trust": "placement node/machine",
@@ -80,7 +86,8 @@ MODULES = {
     ("node/cli", "shard/checkpoint"): {"vision_extra"},
     ("node/machine", "shard/kernels"): {"cpu_code"},
     **{(r, "shard/checkpoint"): {"files"} for r in ("node/machine", "node/cluster")},
-    ("shard/engine", "shard/checkpoint"): {"files", "prefix_files", "prefix_stream"},
+    ("shard/engine", "shard/checkpoint"): {"files", "prefix_stream"},
+    ("shard/engine/prefixes", "shard/checkpoint"): {"files", "prefix_files", "prefix_stream"},
     ("node/cli", "node/placements"): {"local_model"},
 }
 """The only modules that may be imported from a room; `node` stands for its rooms too."""

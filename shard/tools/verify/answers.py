@@ -16,7 +16,7 @@ from ....mtp.sampling import Noise, TargetDistribution
 from ....mtp.seams import as_row
 from ....mtp.types import Round, Sampling
 from ...engine.drafter import Drafter, DraftModel
-from ...engine.state import DraftState
+from ...engine.states.state import DraftState
 from ..bare_engine import ids_of
 from .numbers import Difference, ReferenceRun, batch_difference
 from .report import Check, Finding

@@ -20,11 +20,12 @@ from zoo_runs import small
 from exo_node.mtp.targets import FamilyTarget
 from exo_node.mtp.types import Sampling
 from exo_node.placement.config import hidden_size
-from exo_node.shard.engine import cache_set, prefill_forward
+from exo_node.shard.engine import prefill_forward
 from exo_node.shard.engine import request as requests
 from exo_node.shard.engine.executor import LocalExecutor
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.scheduler import Decode, Scheduler
+from exo_node.shard.engine.states import cache_set
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_limits import StageLimits

@@ -21,8 +21,8 @@ from small import LAYERS, small_spec
 from exo_node.mtp.caches.batch_caches import BatchCache, BatchTapedCache, change_all
 from exo_node.mtp.caches.batch_slots import Change
 from exo_node.mtp.types import Penalties, Sampling
-from exo_node.shard.engine import cache_set
 from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.states import cache_set
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 

@@ -21,9 +21,9 @@ from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.sampling import greedy_token
 from exo_node.mtp.seams import as_ids
 from exo_node.mtp.types import Penalties, Sampling
-from exo_node.shard.engine.cache_set import CacheSet
 from exo_node.shard.engine.events import Delta
-from exo_node.shard.engine.state import DraftState
+from exo_node.shard.engine.states.cache_set import CacheSet
+from exo_node.shard.engine.states.state import DraftState
 from exo_node.shard.engine.text_engine import TextEngine
 
 OTHER_PROMPT: list[int] = ORACLE[0]["prompt_ids"]

@@ -23,9 +23,9 @@ from exo_node.mtp.caches.rollback import row_count, state_arrays
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Drafts, as_ids, as_row
 from exo_node.mtp.types import Sampling
-from exo_node.shard.engine import unread_rows
 from exo_node.shard.engine.drafter import PENDING_ROWS, Drafter, DraftModel, read_rows
-from exo_node.shard.engine.state import DraftState
+from exo_node.shard.engine.states import unread_rows
+from exo_node.shard.engine.states.state import DraftState
 
 FAMILY = family()
 HIDDEN = 64

@@ -21,7 +21,7 @@ from exo_node.mtp.targets import FamilyTarget
 from exo_node.shard.engine import executor, prefill_forward
 from exo_node.shard.engine import request as requests
 from exo_node.shard.engine.request import EngineRequest
-from exo_node.shard.engine.state import DraftState
+from exo_node.shard.engine.states.state import DraftState
 from exo_node.shard.engine.text_engine import TextEngine
 
 TOKENS = 30

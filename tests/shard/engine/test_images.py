@@ -37,9 +37,9 @@ from exo_node.mtp.targets import FamilyTarget
 from exo_node.mtp.types import Penalties, Sampling
 from exo_node.shard.engine import prefill_forward
 from exo_node.shard.engine.prefill_forward import PrefillForward
-from exo_node.shard.engine.prefix_disk import PrefixDisk
+from exo_node.shard.engine.prefixes.disk import PrefixDisk
 from exo_node.shard.engine.prompt_images import PromptImages
-from exo_node.shard.engine.state import State
+from exo_node.shard.engine.states.state import State
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.text.image_rows import digest_of
 from exo_node.shard.tools.bare_engine import bare_request

@@ -19,7 +19,7 @@ from exo_node.mtp.placed_rope import RopePositions
 from exo_node.mtp.seams import ForwardOutput, Want, as_row
 from exo_node.mtp.targets import WholeTarget
 from exo_node.shard.engine.prefill_forward import MAX_PART_S, MIN_PART_S, PART_SHARE, PrefillForward
-from exo_node.shard.engine.state import State
+from exo_node.shard.engine.states.state import State
 from exo_node.shard.tools.bare_engine import bare_request
 
 LAYERS = 12

@@ -35,7 +35,7 @@ from zoo import VOCABULARY
 
 from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import NumericError
-from exo_node.shard.engine.prompt_path import key_of
+from exo_node.shard.engine.prefixes.prompt_path import key_of
 from exo_node.shard.engine.text_engine import TextEngine
 
 

@@ -23,10 +23,11 @@ from prefixes import FIRST, OTHER, SECOND, TOKENS, cold, comparable, turn
 from stored_prefixes import MIB, cached_tokens, engine, files, opened, settle
 
 from exo_node.mtp.caches.rollback import cache_arrays
-from exo_node.shard.engine import prefix_disk, prefix_encoding
-from exo_node.shard.engine.prefix_encoding import CONTENT_FAULTS
-from exo_node.shard.engine.prompt_path import PromptPath
-from exo_node.shard.engine.state import State
+from exo_node.shard.engine.prefixes import disk as prefix_disk
+from exo_node.shard.engine.prefixes import encoding as prefix_encoding
+from exo_node.shard.engine.prefixes.encoding import CONTENT_FAULTS
+from exo_node.shard.engine.prefixes.prompt_path import PromptPath
+from exo_node.shard.engine.states.state import State
 
 ENDS = [160, 300, 342]
 """The forwards over FIRST; a file has its first turn, of 300 rows."""

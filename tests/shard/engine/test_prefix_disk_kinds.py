@@ -33,10 +33,10 @@ from zoo_runs import small
 from exo_node.mtp.caches.rollback import cache_arrays
 from exo_node.mtp.caches.window import WindowCache
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.prefix_cache import PrefixCache
-from exo_node.shard.engine.prefix_disk import PrefixDisk
-from exo_node.shard.engine.prompt_path import PromptPath
-from exo_node.shard.engine.state import State
+from exo_node.shard.engine.prefixes.disk import PrefixDisk
+from exo_node.shard.engine.prefixes.memory import PrefixCache
+from exo_node.shard.engine.prefixes.prompt_path import PromptPath
+from exo_node.shard.engine.states.state import State
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_model import StageModel
 

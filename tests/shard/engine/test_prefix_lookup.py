@@ -18,11 +18,11 @@ from prefixes import engine as engine_in_memory
 from stored_prefixes import engine, files, opened, settle
 
 from exo_node.mtp.schedule import Schedule, prefill_ends
-from exo_node.shard.engine.prefix_cache import PrefixCache
-from exo_node.shard.engine.prefix_lookup import CachedRows, PrefixLookup
-from exo_node.shard.engine.prefix_store import PrefixStore
-from exo_node.shard.engine.prompt_path import PromptPath
-from exo_node.shard.engine.state import DraftState, State
+from exo_node.shard.engine.prefixes.lookup import CachedRows, PrefixLookup
+from exo_node.shard.engine.prefixes.memory import PrefixCache
+from exo_node.shard.engine.prefixes.prompt_path import PromptPath
+from exo_node.shard.engine.prefixes.store import PrefixStore
+from exo_node.shard.engine.states.state import DraftState, State
 
 ROWS = 128
 

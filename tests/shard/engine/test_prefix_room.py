@@ -16,7 +16,7 @@ from readers import Reader, loaded, together
 from small import small_spec
 
 from exo_node.shard.engine.events import AnswerEnd, Delta
-from exo_node.shard.engine.prompt_path import PromptPath
+from exo_node.shard.engine.prefixes.prompt_path import PromptPath
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.text_engine import TextEngine
 

@@ -8,9 +8,9 @@ from mlx_lm.models.cache import ArraysCache, KVCache
 from prefixes import END, turn
 
 from exo_node.mtp.schedule import prefill_ends
-from exo_node.shard.engine.prefix_cache import PrefixCache
-from exo_node.shard.engine.prompt_path import PromptPath
-from exo_node.shard.engine.state import State
+from exo_node.shard.engine.prefixes.memory import PrefixCache
+from exo_node.shard.engine.prefixes.prompt_path import PromptPath
+from exo_node.shard.engine.states.state import State
 
 ENDS = frozenset([END])
 ROWS = 150

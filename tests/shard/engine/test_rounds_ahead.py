@@ -32,7 +32,7 @@ from exo_node.shard.engine.drafter import DraftModel
 from exo_node.shard.engine.engine import Engine
 from exo_node.shard.engine.executor import COUNTS_ON_DEVICE
 from exo_node.shard.engine.request import MAX_UNREAD_EVENTS, DraftProgress, Request
-from exo_node.shard.engine.state import State
+from exo_node.shard.engine.states.state import State
 from exo_node.shard.kernels.trial import KernelChoice
 from exo_node.shard.tools.bare_engine import bare_engine, bare_request
 

@@ -15,7 +15,7 @@ from readers import Reader, prompt, together
 
 from exo_node.mtp.types import Sampling
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.groups import StageGroup
+from exo_node.shard.engine.states.groups import StageGroup
 from exo_node.shard.model.stage_model import StageModel
 
 SEEDED = Sampling(temperature=0.8, seed=4)

@@ -21,9 +21,9 @@ from exo_node.placement.errors import (
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine import stage as stage_module
 from exo_node.shard.engine import stage_rounds
-from exo_node.shard.engine.groups import StageGroup
-from exo_node.shard.engine.prefix_store import PrefixStore
+from exo_node.shard.engine.prefixes.store import PrefixStore
 from exo_node.shard.engine.stage import StageOutput, StageWorker
+from exo_node.shard.engine.states.groups import StageGroup
 from exo_node.shard.model.open_model import open_model, read_layers
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.model.stage_model import StageModel

@@ -13,10 +13,10 @@ from mlx_lm.models.cache import KVCache
 from small import small_checkpoint
 
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.prefix_cache import PrefixCache
-from exo_node.shard.engine.prefix_disk import MIN_ROWS
-from exo_node.shard.engine.prompt_path import PromptPath
-from exo_node.shard.engine.state import State
+from exo_node.shard.engine.prefixes.disk import MIN_ROWS
+from exo_node.shard.engine.prefixes.memory import PrefixCache
+from exo_node.shard.engine.prefixes.prompt_path import PromptPath
+from exo_node.shard.engine.states.state import State
 from exo_node.shard.kernels.trial import KernelChoice
 from exo_node.shard.runner.persistent_files import prefix_disk_of, shared_prefix_key
 

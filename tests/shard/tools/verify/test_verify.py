@@ -37,8 +37,8 @@ from exo_node.node.machine.settings import load_settings
 from exo_node.node.placements.local_model import resolve
 from exo_node.placement.errors import InvalidCheckpoint, InvalidSettings, ModelNotFound
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.cache_set import CacheSet
 from exo_node.shard.engine.drafter import DraftModel
+from exo_node.shard.engine.states.cache_set import CacheSet
 from exo_node.shard.tools import child
 from exo_node.shard.tools.verify import main as verify
 from exo_node.shard.tools.verify.answers import (
@@ -309,7 +309,7 @@ def test_rounds_that_a_node_builds_ahead_are_examined(monkeypatch: pytest.Monkey
     def keep_all(caches: object, counts: object) -> None:
         """A rejected draft's row stays in the recurrent states."""
 
-    monkeypatch.setattr("exo_node.shard.engine.cache_set.keep_rows", keep_all)
+    monkeypatch.setattr("exo_node.shard.engine.states.cache_set.keep_rows", keep_all)
     assert checked(of, "greedy", FEWER)["greedy"].finding == "defect"
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
 
-from ...mtp.caches.batch_caches import detach
-from ...mtp.caches.rollback import RowCache, TapedCache, state_arrays
-from ...mtp.caches.window import WindowCache
+from ....mtp.caches.batch_caches import detach
+from ....mtp.caches.rollback import RowCache, TapedCache, state_arrays
+from ....mtp.caches.window import WindowCache
 
 
 @dataclass(frozen=True, slots=True)

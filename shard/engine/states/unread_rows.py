@@ -5,8 +5,8 @@ from typing import Final, NamedTuple
 
 import mlx.core as mx
 
-from ...mtp.schedule import rows_at
-from ...mtp.seams import as_ids
+from ....mtp.schedule import rows_at
+from ....mtp.seams import as_ids
 
 READ_ROWS: Final = 512
 """Rows of one pass over waiting rows, of all requests; fewer far into a context."""

@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from ...mtp.schedule import Schedule
-from ..checkpoint.files import Buffer
-from ..checkpoint.prefix_files import TensorEntry, header_of, opened, pieces_of
-from .prefix_disk import PrefixDisk
-from .prefix_encoding import can_encode, encoded, joined_description
-from .prefix_store import PrefixStore
-from .prefix_tree import PrefixNode
+from ....mtp.schedule import Schedule
+from ...checkpoint.files import Buffer
+from ...checkpoint.prefix_files import TensorEntry, header_of, opened, pieces_of
+from .disk import PrefixDisk
+from .encoding import can_encode, encoded, joined_description
 from .prompt_path import DRAFTS, PromptPath, Salt
+from .store import PrefixStore
+from .tree import PrefixNode
 
 Pieces: TypeAlias = Callable[[], Iterator[Buffer]]
 """The content of a file, in pieces of any size; for a thread that may wait."""

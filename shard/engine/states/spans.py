@@ -6,7 +6,7 @@ from typing import Any
 
 from mlx_lm.models.cache import KVCache
 
-from ...mtp.caches.rollback import holds_rows, row_count
+from ....mtp.caches.rollback import holds_rows, row_count
 from .cache_parts import LayerRows, room_of, row_bytes, rows_of
 
 

@@ -7,14 +7,14 @@ from typing import Any, Final, NamedTuple, Protocol, cast
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from ...mtp.caches.rollback import TapedCache, cache_arrays, row_count
-from ...mtp.caches.window import WindowCache
-from ...mtp.seams import FORWARD_FAULTS
-from ..checkpoint.prefix_files import StoredTensor, TensorContent
-from .cache_parts import LayerRows, joined
-from .prefix_tree import PrefixNode, drafter_spans, pending_of
-from .spans import Span
-from .state import DraftState, State
+from ....mtp.caches.rollback import TapedCache, cache_arrays, row_count
+from ....mtp.caches.window import WindowCache
+from ....mtp.seams import FORWARD_FAULTS
+from ...checkpoint.prefix_files import StoredTensor, TensorContent
+from ..states.cache_parts import LayerRows, joined
+from ..states.spans import Span
+from ..states.state import DraftState, State
+from .tree import PrefixNode, drafter_spans, pending_of
 
 _HEAD: Final = "head"
 _HIDDEN: Final = "hidden"

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...mtp.schedule import Schedule
-from ...mtp.types import CacheTier
-from .prefix_import import ExpectedPrefix
-from .prefix_store import PrefixStore
+from ....mtp.schedule import Schedule
+from ....mtp.types import CacheTier
+from .expected import ExpectedPrefix
 from .prompt_path import PromptPath, Salt, stems
+from .store import PrefixStore
 
 
 class CachedRows(NamedTuple):

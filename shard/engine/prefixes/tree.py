@@ -6,11 +6,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...mtp.caches.rollback import cache_arrays
-from ...mtp.types import CacheTier
+from ....mtp.caches.rollback import cache_arrays
+from ....mtp.types import CacheTier
+from ..states.spans import Span
+from ..states.state import DraftState
 from .prompt_path import stems
-from .spans import Span
-from .state import DraftState
 
 
 @dataclass(frozen=True, slots=True)

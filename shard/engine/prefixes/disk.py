@@ -20,8 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from ..checkpoint.files import write_atomic
-from ..checkpoint.prefix_files import (
+from ...checkpoint.files import write_atomic
+from ...checkpoint.prefix_files import (
     FORMAT,
     SUFFIX,
     PrefixFile,
@@ -32,10 +32,10 @@ from ..checkpoint.prefix_files import (
     opened,
     pieces_of,
 )
-from .prefix_encoding import CONTENT_FAULTS, can_encode, encoded, read_state
-from .prefix_tree import PrefixNode
+from ..states.state import State
+from .encoding import CONTENT_FAULTS, can_encode, encoded, read_state
 from .prompt_path import DRAFTS, PromptPath, stems
-from .state import State
+from .tree import PrefixNode
 
 log = logging.getLogger(__name__)
 

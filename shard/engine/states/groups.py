@@ -5,8 +5,8 @@ from typing import Generic, Protocol, TypeVar
 
 import mlx.core as mx
 
-from ...mtp.caches.batch_slots import order_of
-from ...mtp.caches.rollback import cache_arrays
+from ....mtp.caches.batch_slots import order_of
+from ....mtp.caches.rollback import cache_arrays
 from .cache_set import CacheSet
 from .state import State
 

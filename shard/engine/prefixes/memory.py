@@ -15,13 +15,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...mtp.caches.rollback import cache_arrays, holds_rows
-from ...mtp.types import CacheTier
-from .cache_parts import copied, joined
-from .prefix_tree import DrafterPart, PrefixNode, drafter_spans, pending_of
+from ....mtp.caches.rollback import cache_arrays, holds_rows
+from ....mtp.types import CacheTier
+from ..states.cache_parts import copied, joined
+from ..states.spans import Span, bytes_of_row, joined_size, rows_in
+from ..states.state import DraftState, State
 from .prompt_path import PromptPath
-from .spans import Span, bytes_of_row, joined_size, rows_in
-from .state import DraftState, State
+from .tree import DrafterPart, PrefixNode, drafter_spans, pending_of
 
 STATE_EVERY = 4096
 """Rows after which a state is cached even if it is larger than their keys and values."""

@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache
 
-from ...mtp.caches.batch_caches import (
+from ....mtp.caches.batch_caches import (
     BatchCache,
     BatchCacheList,
     BatchKVCache,
@@ -17,9 +17,9 @@ from ...mtp.caches.batch_caches import (
     keep_rows,
     left_aligned,
 )
-from ...mtp.caches.batch_slots import SOON, Change
-from ...mtp.caches.positions import Positions
-from ...mtp.caches.rollback import TapedCache, cache_arrays, parts_of, rollback
+from ....mtp.caches.batch_slots import SOON, Change
+from ....mtp.caches.positions import Positions
+from ....mtp.caches.rollback import TapedCache, cache_arrays, parts_of, rollback
 
 Part = tuple[list[Any], int]
 """The caches of one request, and the rows in them."""

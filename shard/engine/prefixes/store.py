@@ -4,18 +4,17 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...mtp.caches.rollback import cache_arrays
-from ...mtp.types import CacheTier
-from ..checkpoint.prefix_stream import ReceivedPrefix
+from ....mtp.caches.rollback import cache_arrays
+from ....mtp.types import CacheTier
+from ...checkpoint.prefix_stream import ReceivedPrefix
+from ..states.spans import growth_of
+from ..states.state import State
 from .borders import PrefillLog
-from .prefix_cache import PrefixCache
-from .prefix_disk import PrefixDisk
-from .prefix_encoding import CONTENT_FAULTS, read_state
-from .prefix_tree import PrefixNode
+from .disk import PrefixDisk
+from .encoding import CONTENT_FAULTS, read_state
+from .memory import PrefixCache
 from .prompt_path import PromptPath, Salt
-from .request import Request
-from .spans import growth_of
-from .state import State
+from .tree import PrefixNode
 
 log = logging.getLogger(__name__)
 
@@ -63,14 +62,21 @@ class PrefixStore:
         if self.disk is not None:
             self.disk.pause()
 
-    def find(self, request: Request, live: int) -> State | None:
-        """A copy of the state behind the longest cached prefix of a request's prompt, or None."""
-        self.begin()
-        received, request.received = request.received, None
-        if not self.enabled or not request.uses_cache:
+    def find(
+        self,
+        path: PromptPath,
+        live: int,
+        received: ReceivedPrefix | None = None,
+        *,
+        counts: bool = True,
+    ) -> State | None:
+        """A copy of the state after the longest cached prefix of a prompt, or None.
+
+        `received`: what another runner sent, which is freed. `counts`: whether it is a hit.
+        """
+        if not self.enabled:
             return None
         self.memory.shrink(live)
-        path = request.path
         state = self._stored(path, live)
         if received is not None and (state is None or state.rows < received.rows):
             state = self._received(path, received, live) or state
@@ -78,17 +84,17 @@ class PrefixStore:
             received.free()
         state = state or self.memory.find(path, live)
         if state is not None:
-            self.memory.hits[state.tier] += 0 if request.reads_to else state.rows
+            self.memory.hits[state.tier] += state.rows * counts
             state.draft = state.draft if path.drafts else None
         return state
 
-    def keep(self, request: Request, state: State, live: int) -> None:
-        """Caches a copy of the state behind the prompt's first `state.rows` rows, if that is
+    def keep(self, path: PromptPath, state: State, live: int) -> None:
+        """Caches a copy of the state after the prompt's first `state.rows` rows, if that is
         worthwhile and leaves room for the rest of the prompt."""
-        following = len(request.prompt) - state.rows
-        if not self.enabled or not request.uses_cache or not following:
+        following = len(path.ids) - state.rows
+        if not self.enabled or not following:
             return
-        node = self._keep(request.path, state, live + growth_of(state.all_caches, following))
+        node = self._keep(path, state, live + growth_of(state.all_caches, following))
         self._write_later(node)
 
     def cached_ends(self, path: PromptPath, live: int) -> list[int]:

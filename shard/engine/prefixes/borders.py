@@ -11,10 +11,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...proto import peer_pb2 as pb
-from .prefix_cache import is_worth_caching
+from ....proto import peer_pb2 as pb
+from ..states.state import State
+from .memory import is_worth_caching
 from .prompt_path import PromptPath, Salt
-from .state import State
 
 
 @dataclass(slots=True)

@@ -6,9 +6,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...mtp.caches.rollback import RowCache, cache_arrays
-from ...mtp.seams import as_row
-from ...mtp.types import CacheTier
+from ....mtp.caches.rollback import RowCache, cache_arrays
+from ....mtp.seams import as_row
+from ....mtp.types import CacheTier
 
 
 @dataclass(slots=True, eq=False)

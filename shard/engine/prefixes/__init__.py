@@ -1,0 +1,13 @@
+"""The prefix cache: states after the first rows of prompts, in memory and on disk.
+
+borders.py: the states after a prompt's forwards that all stages of a pipeline cache
+disk.py: prefixes on disk, for the next process
+encoding.py: what a file of a prefix contains
+expected.py: which states another runner may send
+export.py: a cached state as one file, for another replica's runner
+lookup.py: how much of a prompt is cached, without a wait for the compute thread
+memory.py: the prefixes in memory: a tree of bounded size
+prompt_path.py: the forwards over a prompt, and the names of the states after them
+store.py: finds and keeps prefixes in memory and on disk
+tree.py: the nodes of that tree
+"""

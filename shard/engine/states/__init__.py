@@ -1,0 +1,9 @@
+"""The caches of requests: of one, of several, and copied in parts.
+
+cache_parts.py: parts of a request's caches, copied for the prefix cache
+cache_set.py: the caches of one request or of several
+groups.py: the requests that share forwards, and the states of the others
+spans.py: rows of cached prompts, and the bytes that caches take for them
+state.py: the state of one request
+unread_rows.py: rows of a batch that its draft head has not read
+"""
