@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 
 from ...placement.errors import DownloadFailed
 from ...shard.checkpoint.checkpoint import HEAD_FILES, is_weight_file
+from ..machine.json_size import fits
 from .hub_client import wrong_answer
 from .identifiers import Commit, FileHash, FilePath, RepositoryName, Revision, Sha256
 from .model_folder import is_model_file
@@ -143,6 +144,8 @@ def read(response: httpx2.Response, most_bytes: int, about: str) -> bytes:
 
 
 def _checked(form: TypeAdapter[T], content: bytes, about: str) -> T:
+    if not fits(content):
+        raise wrong_answer(about, "it has more lists, objects and values than a list of files")
     try:
         return form.validate_python(json.loads(content))
     except (ValueError, RecursionError) as error:

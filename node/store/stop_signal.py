@@ -19,6 +19,8 @@ class StopSignal:
     def __init__(self) -> None:
         self._event = threading.Event()
         self._sockets: set[socket.socket] = set()
+        self._limits: set[threading.Event] = set()
+        """Those of blocks that run; an event is set once its block is late."""
         self._lock = threading.Lock()
 
     def set(self) -> None:
@@ -27,13 +29,19 @@ class StopSignal:
 
     @contextmanager
     def limit(self, seconds: float, about: str) -> Generator[None]:
-        """Shuts the sockets once the block takes longer, which then raises DownloadFailed; where
-        the signal is set, it raises Stopped."""
+        """Shuts the sockets once the block takes longer, and those that it opens later, so that it
+        raises DownloadFailed; where the signal is set, it raises Stopped."""
         late = threading.Event()
 
         def expire() -> None:
-            late.set()
+            with self._lock:
+                if late not in self._limits:
+                    return  # the block has ended meanwhile
+                late.set()
             self._shut_all()
+
+        with self._lock:
+            self._limits.add(late)
 
         timer = threading.Timer(seconds, expire)
         timer.daemon = True
@@ -48,6 +56,8 @@ class StopSignal:
             raise not_in_time(seconds, about) from error
         finally:
             timer.cancel()
+            with self._lock:
+                self._limits.remove(late)
 
     def is_set(self) -> bool:
         return self._event.is_set()
@@ -69,7 +79,7 @@ class StopSignal:
         connection = info["return_value"].get_extra_info("socket")
         with self._lock:
             self._sockets.add(connection)
-            if self._event.is_set():
+            if self._event.is_set() or any(limit.is_set() for limit in self._limits):
                 _shut(connection)
 
     def _shut_all(self) -> None:

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import make_checkpoint
 
+from exo_node.node.store import hub_lists
 from exo_node.node.store.hub_cache import HubCache
 from exo_node.node.store.hub_download import download
 from exo_node.node.store.hub_search import Hit, HubSearch
@@ -144,6 +146,26 @@ def test_a_lie_in_a_field_ends_the_download_with_one_sentence(
         assert "the hub's answer about owner/tiny has the wrong form" in outcome, (field, value)
         assert "HF_ENDPOINT" in outcome and len(outcome) < 600
         assert hub.fetched() == set()
+
+
+@pytest.mark.parametrize("begin", [b"[", b'[{"x":['])
+def test_objects_without_number_are_refused_before_they_are_parsed(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: bytes
+) -> None:
+    """Parsing holds the interpreter's lock: 16 MB of empty objects stopped a node for 3 s."""
+    parsed = list[int]()
+
+    def loads(text: bytes) -> Any:
+        parsed.append(len(text))
+        return json.loads(text)
+
+    monkeypatch.setattr(hub_lists, "json", SimpleNamespace(loads=loads))
+    for path in (f"/tree/{COMMIT}", "/api/models"):
+        hub.lies[path] = lambda _: begin + b"{}," * 120_000
+    assert "more lists, objects and values" in attack(hub, tmp_path)
+    with pytest.raises(DownloadFailed, match="more lists, objects and values"):
+        _ = HubSearch(hub.url).find("tiny", 10, StopSignal(), 60.0)
+    assert max(parsed) < 1000
 
 
 @pytest.mark.usefixtures("victim")
