@@ -159,9 +159,9 @@ class _Values:
 
     def config(self) -> dict[str, Any]:
         kind, tensors = self.model_type, self._file.tensors
-        heads = self._integer("attention.head_count")
+        heads = self._integer("attention.head_count", least=1)
         hidden = self._integer("embedding_length")
-        head_dim = self._integer("attention.key_length", hidden // max(1, heads))
+        head_dim = self._integer("attention.key_length", hidden // heads)
         for key in ("attention.value_length", "rope.dimension_count"):
             if self._integer(key, head_dim) != head_dim:
                 raise self._unknown(self._prefix + key)
@@ -244,9 +244,9 @@ class _Values:
         tensor = self._file.tensors[_ROPE]
         if tensor.kind or tensor.shape != (config["head_dim"] // 2,):
             raise self._file.fault("is not float32, or of another size than half a head", _ROPE)
-        factors = np.memmap(
-            self._file.path, np.dtype("<f4"), "r", tensor.offset, shape=tensor.shape
-        )
+        factors = np.fromfile(self._file.path, "<f4", tensor.elements, offset=tensor.offset)
+        if len(factors) < tensor.elements:
+            raise self._file.fault("ends behind the end of the file", _ROPE)
         scaling = {
             "rope_type": "llama3",
             "factor": float(factors.max()),
@@ -270,12 +270,12 @@ class _Values:
     def _get(self, key: str) -> object:
         return self._values.get(self._prefix + key)
 
-    def _integer(self, key: str, default: int | None = None) -> int:
+    def _integer(self, key: str, default: int | None = None, least: int = 0) -> int:
         value = self._get(key)
         if isinstance(value, list) and len(set(value)) == 1:  # one for each layer, all the same
             value = value[0]
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 31:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 31:
             raise self._missing(key, value)
         return value
 

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from ....placement.errors import InvalidCheckpoint
 from ...checkpoint.checkpoint import read_checkpoint
 from ...checkpoint.gguf_file import GgufFile, read_gguf
+from ...checkpoint.headers import quote
 from ...model.open_model import open_model
 from ..child import ChildRequest, run_child
 from .gguf_arrays import GROUP, Arrays, kept_bits, read_arrays, stored_bytes, written_bytes
@@ -57,10 +58,10 @@ def import_gguf(
 ) -> Mapping[str, int]:
     """Writes the folder `target`; returns how many matrices are stored with which bits, "16" for
     bfloat16. Raises InvalidCheckpoint, LoadFailed for a missing package, and OSError."""
-    parts = int(str(file.values.get("split.count", 1)) or 1)
-    if parts > 1:
+    parts = file.values.get("split.count", 1)
+    if parts not in (0, 1):
         raise InvalidCheckpoint(
-            f"{file.path.name} is one of {parts} parts of a model; join them (llama.cpp's "
+            f"{file.path.name} is one of {quote(parts)} parts of a model; join them (llama.cpp's "
             "`llama-gguf-split --merge` does) and import the whole file",
             param="split.count",
         )

@@ -21,7 +21,7 @@ from models import DEMO
 from tokenizers import Tokenizer
 
 from exo_node.placement.errors import InvalidCheckpoint, LoadFailed
-from exo_node.shard.checkpoint.gguf_file import GgufFile, read_gguf
+from exo_node.shard.checkpoint.gguf_file import GgufFile, GgufTensor, read_gguf
 from exo_node.shard.model.open_model import open_model
 from exo_node.shard.text.codec import TextCodec
 from exo_node.shard.tools.convert import gguf_arrays
@@ -210,6 +210,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"llama.block_count": -1}, "block_count = -1"),
     ({"llama.attention.layer_norm_rms_epsilon": "x"}, "layer_norm_rms_epsilon = 'x'"),
     ({"split.count": 3}, "one of 3 parts"),
+    *[({"split.count": n}, f"one of {n!r} parts") for n in ("x", "", [], [1], 1e300, -1)],
+    ({"llama.attention.head_count": 0}, "head_count = 0"),
+    ({"general.architecture": "gemma3", "gemma3.attention.head_count": 0}, "head_count = 0"),
     ({"tokenizer.ggml.pre": "unheard-of"}, "tokenizer.ggml.pre = 'unheard-of'"),
     ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model = 'bert'"),
     ({"tokenizer.ggml.eos_token_id": 1 << 31}, "eos_token_id"),
@@ -236,9 +239,11 @@ def test_tensors_that_do_not_fit_are_refused_and_leave_nothing(tmp_path: Path) -
     file = read_gguf(write_model(tmp_path / "m.gguf", "llama", model, config))
     tensors = dict(file.tensors)
     norm = tensors["blk.0.attn_norm.weight"]
+    factors = GgufTensor("rope_freqs.weight", 0, (config["head_dim"] // 2,), file.size - 4)
     cases: dict[str, dict[str, Any]] = {
         "blk.0.ssm_in.weight": {**tensors, "blk.0.ssm_in.weight": norm},
         "Missing": {n: t for n, t in tensors.items() if n != norm.name},
+        factors.name: {**tensors, factors.name: factors},
         "shape": {n: norm if n == "output_norm.weight" else t for n, t in tensors.items()},
     }
     for reason, changed in cases.items():
