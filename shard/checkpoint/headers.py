@@ -27,6 +27,11 @@ in FP8, each of their 3 matrices with its scale)."""
 MAX_OBJECT_BYTES = 16 << 20
 """A file with one JSON object; a tokenizer_config.json with many added tokens has 1 MB."""
 
+_MAX_CONTAINERS = 3 * MAX_TENSORS
+_MAX_COMMAS = 8 * MAX_TENSORS
+"""In one file: a header has three lists and objects and six commas for each tensor. JSON that has
+millions in its 16 MB takes a gigabyte, and stops every thread of its process for seconds."""
+
 MAX_DIMENSIONS = 8
 MAX_DIMENSION = 2**31 - 1
 """An MLX shape is a list of int32."""
@@ -202,6 +207,9 @@ def parse_json(path: Path, raw: bytes, *, strict: bool) -> object:
     `strict` refuses a key that occurs twice, in whatever depth. Else a byte order mark and commas
     in front of a closing bracket are allowed, as people's editors leave them.
     """
+    containers, commas = raw.count(b"{") + raw.count(b"["), raw.count(b",")
+    if containers > _MAX_CONTAINERS or commas > _MAX_COMMAS:
+        raise fault(path, f"has {containers} lists and objects and {commas} commas, too many")
     try:
         if strict:
             return json.loads(raw.decode(), object_pairs_hook=_unique)

@@ -25,6 +25,7 @@ from exo_node.shard.checkpoint.checkpoint import (
     read_config,
 )
 from exo_node.shard.checkpoint.headers import MAX_HEADER_BYTES
+from exo_node.shard.checkpoint.optional_files import optional_object
 
 ZEROS = bytes(64)
 
@@ -225,6 +226,22 @@ def test_a_hostile_config_is_refused(config: bytes, reason: str, tmp_path: Path)
         with pytest.raises(InvalidCheckpoint, match=reason) as caught:
             read(tmp_path)
         assert caught.value.param == "config.json"
+
+
+@pytest.mark.parametrize("piece", [b"[],", b"{},", b"1,"], ids=["lists", "objects", "numbers"])
+def test_json_without_number_is_refused_before_it_is_parsed(piece: bytes, tmp_path: Path) -> None:
+    """16 MB of empty lists took a gigabyte and stopped every thread of a node for seconds."""
+    bomb = b'{"x":[' + piece * (17 * headers.MAX_TENSORS // len(piece)) + b'0],"y":0}'
+    refused = list[str]()
+    for name in ("config.json", checkpoint.INDEX_FILE, "model.safetensors"):
+        folder = make_checkpoint(tmp_path / name, "qwen3_5")
+        content = struct.pack("<Q", len(bomb)) + bomb if name.endswith(".safetensors") else bomb
+        _ = (folder / name).write_bytes(content)
+        with pytest.raises(InvalidCheckpoint, match="too many") as error:
+            _ = read_checkpoint(folder)
+        assert name in error.value.message
+    _ = (path := tmp_path / "tokenizer_config.json").write_bytes(bomb)
+    assert optional_object(path, refused) == {} and "too many" in refused[0]
 
 
 def test_auto_map_is_not_followed_and_sizes_may_differ_by_layer(tmp_path: Path) -> None:
