@@ -11,7 +11,7 @@ doctor.py: `exo-node doctor` and `exo-node report`
 events.py: `exo-node events`
 failures.py: the end of a command that fails
 flags.py: flags that several commands share
-get_models.py: `exo-node models pull`, `rm`, `load` and `unload`
+get_models.py: `exo-node models search`, `pull`, `rm`, `load` and `unload`
 join.py: nodes, approve, deny, join, key, leave, rekey, dashboard
 launch.py: `exo-node launch`
 load.py: a model's load with its progress, and `exo-node replicas`

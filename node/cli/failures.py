@@ -1,5 +1,6 @@
 """The end of a command that fails: a sentence on stderr, or with `--json` one JSON object there."""
 
+import errno
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,15 @@ from ...placement.errors import ExoNodeError, InvalidSettings
 
 _EXIT_FAILED: Final = 1
 _EXIT_USAGE: Final = 2
+_OF_THE_MACHINE: Final = {
+    errno.ENOSPC: "make room on that disk",
+    errno.EDQUOT: "make room on that disk, or have its quota raised",
+    errno.EROFS: "make that disk writable",
+    errno.EIO: "that disk has faults: see the system's log",
+    errno.EACCES: "mend its permissions",
+    errno.EPERM: "mend its permissions",
+}
+"""The faults of a disk and its permissions, with their remedies."""
 
 
 @runtime_checkable
@@ -53,6 +63,14 @@ def failure_of(error: ExoNodeError) -> CommandFailure:
         case _:
             code = "failed" if type(error) is ExoNodeError else error.code
             return CommandFailure(error.message, code, _EXIT_FAILED)
+
+
+def fault_of_machine(error: Exception) -> CommandFailure | None:
+    """The failure that a full disk or a missing permission is; None for any other error."""
+    if not isinstance(error, OSError) or (remedy := _OF_THE_MACHINE.get(error.errno or 0)) is None:
+        return None
+    where = "" if error.filename is None else f" ({error.filename})"
+    return CommandFailure(f"{error.strerror}{where}", "failed", _EXIT_FAILED, remedy)
 
 
 def unfinished(error: Exception) -> CommandFailure | None:

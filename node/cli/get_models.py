@@ -1,4 +1,4 @@
-"""`exo-node models pull`, `rm`, `load` and `unload`."""
+"""`exo-node models search`, `pull`, `rm`, `load` and `unload`."""
 
 import sys
 import time
@@ -13,8 +13,8 @@ from . import flags
 from .client import call, connect, delete
 from .load import answering_text, copies_of, parse_count, placement_body
 from .load import load as load_model
-from .models import ModelId, entries_of_node, models, this_machine
-from .output import caches_text, confirm, note, print_json, size, text_of
+from .models import ModelId, entries_of_node, fit_text, models, this_machine
+from .output import caches_text, confirm, note, print_json, print_table, size, text_of
 
 if TYPE_CHECKING:
     from ..store.transfers import Progress
@@ -41,6 +41,7 @@ _LoadedModel = Annotated[
     ),
 ]
 
+_SEARCH_S: Final = 30.0
 _LINE_EVERY_S: Final = 10.0
 _DRAWN_EVERY_S: Final = 0.2
 
@@ -73,6 +74,34 @@ def pull(
         return
     note(f"{name} is here; with a node running (`exo-node start`),")
     note(f"`exo-node chat --model {name} PROMPT` asks it")
+
+
+@models.command()
+def search(
+    words: Annotated[list[str], typer.Argument(metavar="WORDS", help="Of models' names.")],
+    port: flags.LocalPort = None,
+    data_dir: flags.DataDir = None,
+    as_json: flags.AsJson = False,
+) -> None:
+    """Search Hugging Face for models, by a running node."""
+    path = f"/v1/models/search?q={quote(' '.join(words), safe='')}"
+    hits = call(connect(port, data_dir), path, timeout_s=_SEARCH_S).get("data", [])
+    if as_json:
+        print_json(hits)
+        return
+    if not hits:
+        note("the hub has no safetensors models by that name")
+        return
+    rows = [
+        (
+            text_of(hit.get("id")),
+            size(hit.get("size_bytes")),
+            f"cannot be used: {hit['error']}" if hit.get("error") else fit_text(hit),
+        )
+        for hit in hits
+    ]
+    print_table(("MODEL", "SIZE", "FITS"), rows)
+    note(f"`exo-node models pull {text_of(hits[0].get('id'))}` gets the first")
 
 
 @models.command()

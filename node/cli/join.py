@@ -282,7 +282,7 @@ def _own_request_lines(joining: Json) -> list[str]:
     return [
         "",
         f"this node asks {names} to join, and shows {digits}",
-        f"run `exo-node approve {digits}` on a node of your cluster; where several "
+        f"run exo-node approve {digits} on a node of your cluster; where several "
         f"ask there, this one's id is {text_of(joining.get('node'))}",
     ]
 

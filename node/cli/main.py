@@ -8,6 +8,7 @@ try again later, 130 interrupted.
 import io
 import sys
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from functools import cache, partial
 from types import ModuleType
 from typing import Annotated, Any, Final
@@ -17,9 +18,9 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from ...placement.errors import ExoNodeError
-from ..machine.own_command import own_command, typable
+from ..machine.own_command import own_program, typable
 from ..machine.setting_sources import forget_variables_of_libraries
-from .failures import failure_of, unfinished, wants_json
+from .failures import failure_of, fault_of_machine, unfinished, wants_json
 
 _AS_JSON: Final = "exo-node.as-json"
 
@@ -73,8 +74,14 @@ SYNONYMS: Final[Mapping[str, Sequence[str]]] = {
     "list": ("models",),
     "pull": ("models", "pull"),
     "get": ("models", "pull"),
+    "download": ("models", "pull"),
+    "search": ("models", "search"),
+    "import": ("models", "import"),
     "rm": ("models", "rm"),
+    "remove": ("models", "rm"),
+    "delete": ("models", "rm"),
     "show": ("models", "show"),
+    "info": ("models", "show"),
     "load": ("models", "load"),
     "unload": ("models", "unload"),
     "ps": ("status",),
@@ -163,6 +170,10 @@ class _Commands(TyperGroup):
         }
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if (word := args[0]) not in COMMANDS and not word.startswith("-"):
+            near = get_close_matches(word, [*COMMANDS, *SYNONYMS])
+            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+            ctx.fail(f"No such command {word!r}.{hint}")
         name, command, rest = super().resolve_command(ctx, args)
         return name, None if command is None else load_command(str(name)), rest
 
@@ -177,24 +188,25 @@ class _Commands(TyperGroup):
         if args and (words := SYNONYMS.get(args[0])):
             args = [*words, *args[1:]]
         if not any(word.endswith("-completion") for word in args):  # these go by the name
-            ctx.info_name = own_command()
+            ctx.info_name = own_program()
         ctx.meta[_AS_JSON] = wants_json(self._first_of(args), args)
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except ExoNodeError as error:
-            failure = failure_of(error)
+        except Exception as error:
             as_json = ctx.meta[_AS_JSON]
+            failure = (
+                failure_of(error) if isinstance(error, ExoNodeError) else fault_of_machine(error)
+            )
+            if failure is None and as_json:
+                failure = unfinished(error)
+            if failure is None:
+                raise  # the parser prints its own errors in words
             _print_error(
                 failure.as_json() if as_json else f"exo-node: {typable(failure.sentence())}"
             )
-            raise typer.Exit(failure.exit_code) from error
-        except Exception as error:
-            if not ctx.meta[_AS_JSON] or (failure := unfinished(error)) is None:
-                raise  # the parser prints its own errors in words
-            _print_error(failure.as_json())
             raise typer.Exit(failure.exit_code) from error
 
     def _first_of(self, words: list[str]) -> Any:

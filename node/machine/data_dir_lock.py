@@ -66,7 +66,10 @@ class DataDirLock:
         started: float | None = None,
         models_dirs: Sequence[Path] = (),
     ) -> None:
-        """Write the run file, once HTTP is bound to `host`:`port`; `started` in Unix seconds."""
+        """Write the run file, once HTTP is bound to `host`:`port`; `started` in Unix seconds.
+
+        Raises InvalidSettings if the folder cannot be written, as where its disk is full.
+        """
         record = {
             "pid": os.getpid(),
             "http_host": host,
@@ -76,7 +79,10 @@ class DataDirLock:
             "models_dirs": [str(folder.absolute()) for folder in models_dirs],
         }
         text = json.dumps(record) + "\n"
-        write_atomic(self._data_dir / _RECORD, text.encode(), mode=0o644)
+        try:
+            write_atomic(self._data_dir / _RECORD, text.encode(), mode=0o644)
+        except OSError as error:
+            raise _unusable(self._data_dir, error) from error
 
     def close(self) -> None:
         """Remove the run file, then release the lock; a second call does nothing."""

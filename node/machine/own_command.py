@@ -3,6 +3,7 @@
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -12,8 +13,27 @@ _NAME: Final = "exo-node"
 
 @cache
 def own_command() -> str:
-    """The command of this process for a shell in any folder: `exo-node`, or its path."""
+    """The command of this process for a shell in any folder, with the data folder it was given."""
+    return f"{data_dir_for(sys.argv[1:])}{own_program()}"
+
+
+@cache
+def own_program() -> str:
+    """The program of this process for a shell in any folder: `exo-node`, or its path."""
     return command_for(sys.argv[0], shutil.which(_NAME), Path.home())
+
+
+def data_dir_for(words: Sequence[str]) -> str:
+    """The variable that leads other commands to the data folder that `words` name, or "".
+
+    A variable fits each command, and is in effect wherever in the line its options may stand.
+    """
+    words = words[: words.index("--")] if "--" in words else words
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        flag, equals, value = word.partition("=")
+        if flag == "--data-dir" and (folder := value if equals else following):
+            return f"EXO_DATA_DIR={shlex.quote(str(Path(folder).expanduser().absolute()))} "
+    return ""
 
 
 def command_for(program: str, on_path: str | None, home: Path) -> str:

@@ -41,7 +41,9 @@ def checked_names(repository: str, revision: str | None) -> tuple[RepositoryName
     """Raises DownloadFailed for a name that no repository or revision can have."""
     if (name := RepositoryName.read(repository)) is None:
         raise DownloadFailed(
-            f"{repository[:120]!r} is no repository of the hub. Write owner/name.", param="model"
+            f"{repository[:120]!r} is no repository of the hub. Write owner/name, as on "
+            "huggingface.co; `exo-node models recommend` names some that fit.",
+            param="model",
         )
     checked = Revision.read(revision)
     if revision is not None and checked is None:

@@ -347,7 +347,7 @@ class ModelLibrary:
         name = str(model)[:200]
         # A folder that cannot be read may have that model.
         hint += f" {self._access_faults[0]}." if self._access_faults else ""
-        get = ""
+        get = ", and `exo-node models recommend` others that fit, to download"
         if name.count("/") == 1 and name.isprintable() and " " not in name:
             get = f", and `exo-node models pull {name}` downloads that one if the hub has it"
         return ModelNotFound(

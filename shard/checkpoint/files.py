@@ -32,7 +32,10 @@ def write_atomic(
 def draft(
     path: Path, data: bytes | Iterable[Buffer], *, mode: int = 0o600, sync: bool = False
 ) -> Generator[Path]:
-    """A file beside `path`, with `mode` from its first byte on; deleted unless it was renamed."""
+    """A file beside `path`, with `mode` from its first byte on; deleted unless it was renamed.
+
+    An OSError names `path`, also where the disk became full during the writing.
+    """
     new = path.with_name(f"{path.name}.{os.urandom(4).hex()}")
     try:
         descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -43,6 +46,9 @@ def draft(
             if sync:
                 os.fsync(descriptor)
         yield new
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
     finally:
         new.unlink(missing_ok=True)
 

@@ -37,6 +37,7 @@ def test_an_unknown_models_error_is_one_sentence_after_the_other(model: str) -> 
     with pytest.raises(ModelNotFound) as caught:
         _ = ModelLibrary(offline=True).get(ModelId(model))
     assert "`exo-node models` lists those that are" in caught.value.message
+    assert "`exo-node models recommend`" in caught.value.message
     assert (
         f"is on this machine. {'Did you mean demo? ' * (model == 'demp')}`exo"
         in caught.value.message

@@ -362,6 +362,9 @@ def test_each_command_is_explained_in_one_short_line() -> None:
         (["ps", "--port", "no"], ["status", "--port", "no"]),
         (["pull", "nobody/nothing", "--no"], ["models", "pull", "nobody/nothing", "--no"]),
         (["rm"], ["models", "rm"]),
+        (["delete", "demo"], ["models", "rm", "demo"]),
+        (["import", "no.gguf"], ["models", "import", "no.gguf"]),
+        (["search", "qwen"], ["models", "search", "qwen"]),
         (["version"], ["--version"]),
     ],
 )
@@ -395,3 +398,38 @@ def test_usage_lines_have_no_marks_of_the_parser(command: tuple[str, ...], usage
 def test_a_misspelt_command_is_answered_with_the_nearest() -> None:
     refused = CliRunner().invoke(app, ["statsu"])
     assert refused.exit_code == 2 and "Did you mean 'status'" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [("pul", " Did you mean 'pull'?"), ("versoin", " Did you mean 'version'"), ("qqq", "")],
+)
+def test_words_of_other_programs_are_suggested_too(word: str, hint: str) -> None:
+    refused = CliRunner().invoke(app, [word])
+    assert refused.exit_code == 2
+    assert refused.stderr.splitlines()[-1].startswith(f"Error: No such command '{word}'.{hint}")
+
+
+def test_a_search_lists_the_hubs_models_with_their_fit(stub: Stub) -> None:
+    hits = [
+        {"id": "a/one", "size_bytes": 2 * 10**9, "fits": {"nodes": 1}},
+        {"id": "a/two", "size_bytes": 10**9, "error": "it has no config.json\x1b[2J"},
+        {"id": "a/three", "size_bytes": 9 * 10**10, "fits": {"nodes": 0, "needed_bytes": 10**11}},
+    ]
+    stub.replies["/v1/models/search?q=qwen%203%2Fx"] = as_json({"data": hits})
+    result = exo_node("models", "search", "qwen", "3/x", "--port", str(stub.port))
+    assert result.returncode == 0, result.stderr
+    rows = result.stdout.splitlines()
+    assert [row.split()[0] for row in rows] == ["MODEL", "a/one", "a/two", "a/three"]
+    assert "yes" in rows[1] and "no config.json\\x1b" in rows[2] and "needs 100 GB" in rows[3]
+    assert "models pull a/one" in result.stderr
+
+
+def test_a_search_of_nothing_and_one_without_the_hub_say_so(stub: Stub) -> None:
+    stub.replies["/v1/models/search?q=x"] = as_json({"data": []})
+    empty = exo_node("models", "search", "x", "--port", str(stub.port))
+    assert (empty.returncode, empty.stdout) == (0, "") and "no safetensors" in empty.stderr
+    fault = {"error": {"message": "the hub could not be searched", "code": "download_failed"}}
+    stub.replies["/v1/models/search?q=x"] = as_json(fault, 503)
+    failed = exo_node("models", "search", "x", "--port", str(stub.port))
+    assert failed.returncode != 0 and "could not be searched" in failed.stderr

@@ -1,5 +1,6 @@
 """Errors of commands with `--json`: one JSON object on stderr, the exit status as without it."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -134,3 +135,29 @@ def test_a_conversion_that_fails_in_its_process_says_so_in_json(tmp_path: Path) 
     assert (status, error["code"]) == (1, "failed")
     assert "is there already" in error["message"]
     assert exo_node(*arguments).stderr.startswith("exo-node: ")
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_full_disk_is_one_line_that_names_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, as_json: bool
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data/local.token")
+
+    monkeypatch.setattr("exo_node.node.run.run_node", full)
+    arguments = ["models", "--json"] if as_json else ["start", "--data-dir", str(tmp_path)]
+    if as_json:
+        monkeypatch.setattr("exo_node.node.cli.models.client_settings", full)
+    result = CliRunner().invoke(app, arguments)
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1), result.stderr
+    assert "/data/local.token" in result.stderr and "make room on that disk" in result.stderr
+    assert result.stderr.startswith("{") == as_json
+
+
+def test_a_fault_of_the_program_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> int:
+        raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
+
+    monkeypatch.setattr("exo_node.node.cli.models.client_settings", broken)
+    result = CliRunner().invoke(app, ["models"])
+    assert isinstance(result.exception, OSError)

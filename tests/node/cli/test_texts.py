@@ -222,7 +222,7 @@ this node asks beta (10.0.0.3) to join; only its own user may see its digits""",
             """
 
 this node asks b (1) and - (-) to join, and shows 123 456
-run `exo-node approve 123 456` on a node of your cluster; where several ask there, this one's id is n1""",  # noqa: E501
+run exo-node approve 123 456 on a node of your cluster; where several ask there, this one's id is n1""",  # noqa: E501
         ),
     ],
     ids=["nothing", "one asks", "two ask", "another user", "this node asks"],

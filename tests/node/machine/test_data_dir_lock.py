@@ -133,3 +133,15 @@ def test_a_folder_that_cannot_be_made_is_a_wrong_setting(tmp_path: Path) -> None
     with pytest.raises(InvalidSettings, match=r"--data-dir: .*cannot be used"):
         DataDirLock.acquire(tmp_path / "file" / "data")
     assert find_running(tmp_path / "file" / "data") is None
+
+
+def test_a_disk_without_room_for_the_run_file_is_a_wrong_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with DataDirLock.acquire(tmp_path) as presence:
+        monkeypatch.setattr("pathlib.Path.replace", full)
+        with pytest.raises(InvalidSettings, match=r"--data-dir: .*: No space left on device"):
+            presence.announce("127.0.0.1", 1, version="1")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from exo_node.node.machine.own_command import command_for
+from exo_node.node.machine.own_command import command_for, data_dir_for
 
 
 @pytest.fixture
@@ -39,8 +39,17 @@ def test_another_program_names_the_command_as_people_do() -> None:
     assert command_for("-c", None, Path("/")) == "exo-node"
 
 
+def test_the_data_folder_of_a_flag_goes_along() -> None:
+    assert data_dir_for(["start", "--data-dir", "/my data"]) == "EXO_DATA_DIR='/my data' "
+    assert data_dir_for(["start", "--data-dir=/d"]) == "EXO_DATA_DIR=/d "
+    assert data_dir_for(["start", "--data-dir", "d"]) == f"EXO_DATA_DIR={Path.cwd() / 'd'} "
+    for words in ([], ["start"], ["start", "--data-dir"], ["chat", "--", "--data-dir", "d"]):
+        assert data_dir_for(words) == ""
+
+
+@pytest.mark.parametrize("flagged", [True, False])
 def test_printed_commands_can_be_typed_where_the_program_is_not_on_the_path(
-    tmp_path: Path,
+    tmp_path: Path, flagged: bool
 ) -> None:
     program = Path(sys.executable).parent / "exo-node"
     clean = {"PATH": os.defpath, "HOME": str(tmp_path), "EXO_DATA_DIR": str(tmp_path)}
@@ -48,9 +57,14 @@ def test_printed_commands_can_be_typed_where_the_program_is_not_on_the_path(
     def run(*words: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run([*words], capture_output=True, text=True, env=clean, check=False)
 
-    said = run(str(program), "status").stderr
+    folder = tmp_path / "my data"
+    said = run(str(program), "status", *(["--data-dir", str(folder)] if flagged else [])).stderr
     command = said[said.index("`") + 1 : said.rindex("`")]
     assert command.endswith("exo-node start")
     helped = run("sh", "-c", f"{command} --help")
     assert (helped.returncode, helped.stderr) == (0, "")
-    assert command.removesuffix(" start") in run(str(program), "--help").stdout
+    assert command.removeprefix(f"EXO_DATA_DIR='{folder}' ").removesuffix(" start") in (
+        run(str(program), "--help").stdout
+    )
+    same = run("sh", "-c", command.replace("exo-node start", "exo-node status")).stderr
+    assert same == said.replace(f"EXO_DATA_DIR='{folder}' ", ""), "another data folder"

@@ -62,7 +62,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_draft(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(step, full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
         write_atomic(path, b"new", sync=True)
     monkeypatch.undo()
     assert [each.read_bytes() for each in tmp_path.iterdir()] == [b"old"]
