@@ -421,7 +421,7 @@ def test_a_search_lists_the_hubs_models_with_their_fit(stub: Stub) -> None:
     assert result.returncode == 0, result.stderr
     rows = result.stdout.splitlines()
     assert [row.split()[0] for row in rows] == ["MODEL", "a/one", "a/two", "a/three"]
-    assert "yes" in rows[1] and "no config.json\\x1b" in rows[2] and "needs 100 GB" in rows[3]
+    assert "yes" in rows[1] and "no config.json\\x1b" in rows[2] and "needs 100.0 GB" in rows[3]
     assert "models pull a/one" in result.stderr
 
 
