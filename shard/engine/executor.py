@@ -279,8 +279,9 @@ class LocalExecutor:
     def release(self, request: Request) -> None:
         """Frees a request's state; its rows in a batch are freed by the next change of members."""
         self._groups.release(request)
-        if isinstance(request.depth, AdaptiveDepth) and request.rows <= SHORT_ROWS:
-            self.step_times.estimate(request, request.depth.plain_seconds)
+        depth = request.drafts.depth
+        if isinstance(depth, AdaptiveDepth) and request.rows <= SHORT_ROWS:
+            self.step_times.estimate(request, depth.plain_seconds)
         self.step_times.end(request)
 
     def forget(self, requests: Sequence[Request]) -> list[Request]:
