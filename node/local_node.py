@@ -51,8 +51,7 @@ class LocalNode:
         self.host = advertised_host(settings.interface, interfaces)
         """The address that peers use first."""
         addresses = announced_addresses(self.host, settings.interface is not None, interfaces)
-        device, mlx = f"{hardware.chip}, {hardware.backend}", installed_version("mlx")
-        profiles = LayerProfiles(settings.data_dir / "profiles", device, mlx)
+        profiles = LayerProfiles.of(settings.data_dir, hardware)
         client = LinkClient(self.keyring.credentials, time.perf_counter)
         self.profiling = Profiling(
             self.id, addresses, profiles, client, time.monotonic, self.timing

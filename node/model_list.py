@@ -9,7 +9,7 @@ from ..placement.card import Capability, ModelCard
 from ..placement.cluster import ClusterView
 from ..placement.drafting import HeadState, choose_drafting, initial_depth
 from ..placement.errors import ExoNodeError, ModelNotFound
-from ..placement.fitting import Fit, fit
+from ..placement.fitting import Fit, Speed, fit, speed_of
 from ..placement.ids import ModelId
 from ..placement.sampling_values import model_sampling
 from ..proto import peer_pb2 as pb
@@ -103,6 +103,11 @@ class ModelList:
         """Why rounds draft as many tokens as they do at present; empty before the first round."""
         return self._generator(record).depth_reason
 
+    def speed(self, record: LoadedPlacement) -> Speed | None:
+        """The predicted speed where the model is loaded; None while a node of it is lost."""
+        view = self._source.empty_view(record.card.id)
+        return speed_of(record.card, view, record.stages, record.plan.dtype)
+
     def prompt_lookup(self, record: LoadedPlacement | None) -> dict[str, Any] | None:
         """Whether requests may copy drafts, and why none does; None: not loaded, or no text."""
         if record is None or not record.endpoints or not record.generator.ready.prompt_lookup:
@@ -130,9 +135,12 @@ class ModelList:
         head = self._library.head(model)
         nodes = self._holders(card.id, here=model.folder is not None)
         context = record.plan.context_length if record else card.context_length
+        best = self._fit(card, view)
+        if record is not None and (speed := self.speed(record)) is not None:
+            best = replace(best, seconds=speed.seconds, is_measured=speed.is_measured)
         return {
             **self._named(card.id),
-            **entry(self._library, model, head, self._fit(card, view), nodes),
+            **entry(self._library, model, head, best, nodes),
             "owned_by": card.repository.split("/")[0] if card.repository else "exo-node",
             "context_length": context,
             "loaded": record is not None,
@@ -248,10 +256,7 @@ class ModelList:
 
     def _fit(self, card: ModelCard, view: ClusterView) -> Fit:
         """Planning for many nodes takes tenths of a second, so an answer is kept."""
-        nodes = tuple(
-            (node.id, node.memory_bytes >> 28, node.profile, node.profile_dtype, node.measured)
-            for node in view.nodes
-        )
+        nodes = tuple(replace(node, memory_bytes=node.memory_bytes >> 28) for node in view.nodes)
         key = (card, view.head, view.kv_bits, view.kv_refusal(card.id), nodes)
         if key not in self._fits:
             if len(self._fits) >= _FITS_KEPT:

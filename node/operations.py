@@ -222,10 +222,19 @@ class NodeOperations:
             "dtype_reason": record.plan.dtype_reason,
             "kv_bits": record.plan.kv_bits.bits or None,
             "kv_bits_reason": record.plan.kv_bits.reason,
+            **self._speed(record),
             "stages": stages,
             "answers": record.activity.requests,
             **self._replicas(record.card.id),
             "drafting": self._drafting(record),
+        }
+
+    def _speed(self, record: LoadedPlacement) -> dict[str, Any]:
+        """As `fits` in the list of models has it; nothing for an embedder."""
+        speed = None if record.card.embeds else self._models.speed(record)
+        return {
+            "tokens_per_second": speed and speed.tokens_per_second,
+            "estimated": speed and not speed.is_measured,
         }
 
     def _replicas(self, model: ModelId) -> dict[str, Any]:

@@ -55,6 +55,8 @@ class NodeFacts:
     """A layer's forward over 512 rows of a prompt as this node probed it; 0: not known."""
     measured: tuple[MeasuredLayer, ...] = ()
     """Layers of any models: estimates for one without a profile rest on them."""
+    drafts: bool = True
+    """Whether its operator lets models draft with their heads."""
     profile_dtype: str = ""
     """The dtype of `profile`; empty: unknown."""
     dtype: str = "auto"

@@ -147,7 +147,7 @@ def mtp_speedup(card: "ModelCard", node: NodeFacts) -> float:
     K drafts none: hence 1. No round has more tokens than rows, nor takes less than a single row.
     """
     profile, mtp = node.profile, card.native_mtp
-    if mtp is None:
+    if mtp is None or not node.drafts:
         return 1.0
     if profile is None:
         return ASSUMED_MTP_SPEEDUP

@@ -1,14 +1,15 @@
 """Whether a model fits the nodes that there are, and how fast it would be: for lists of models."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .card import ModelCard
-from .cluster import ClusterView
+from .cluster import ClusterView, StageAssignment
 from .cost import ModelSizes
 from .errors import InsufficientMemory
 from .ids import NodeId
 from .options import DEFAULT_CONTEXT
-from .plan import loaded_card, plan
+from .plan import loaded_card, plan, seconds_now
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,31 @@ class Fit:
     """Whether each of them measured this model's layers; else `seconds` is an estimate."""
 
 
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """The predicted speed of a model where it is loaded."""
+
+    seconds: float
+    """A token."""
+    is_measured: bool
+    """As in `Fit`."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """For a person."""
+        return round(1 / self.seconds, 1)
+
+
+def speed_of(
+    card: ModelCard, view: ClusterView, stages: Sequence[StageAssignment], dtype: str
+) -> Speed | None:
+    """The speed of loaded stages, by the figures of `fit`; None: one of their nodes is lost."""
+    nodes = [stage.node for stage in stages]
+    if not nodes or not set(nodes) <= {node.id for node in view.nodes}:
+        return None
+    return Speed(seconds_now(card, view, stages, dtype), _is_measured(view, nodes, dtype))
+
+
 def fit(card: ModelCard, view: ClusterView) -> Fit:
     """The best placement within the memory of `view`."""
     try:
@@ -40,7 +66,6 @@ def fit(card: ModelCard, view: ClusterView) -> Fit:
     needed = _needed(loaded_card(card, best))
     why = (best.dtype, best.dtype_reason)
     nodes = tuple(stage.node for stage in best.stages)
-    measured = all(view.node(node).profile is not None for node in nodes)
     return Fit(
         len(nodes),
         needed,
@@ -49,8 +74,13 @@ def fit(card: ModelCard, view: ClusterView) -> Fit:
         "",
         *why,
         on=nodes,
-        is_measured=measured,
+        is_measured=_is_measured(view, nodes, best.dtype),
     )
+
+
+def _is_measured(view: ClusterView, nodes: Sequence[NodeId], dtype: str) -> bool:
+    view = view.measured_in(dtype)
+    return all(view.node(node).profile is not None for node in nodes)
 
 
 def _needed(card: ModelCard) -> int:

@@ -85,6 +85,8 @@ def _why_split(
 
 
 def _speedup(single: Candidate) -> str:
+    if not single.nodes[0].drafts:
+        return "native MTP is turned off there"
     profile = single.nodes[0].profile
     measured = profile is not None and (profile.mtp_speedup > 0 or profile.verify_s > 0)
     source = "by measurement" if measured else "assumed"

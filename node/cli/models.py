@@ -246,7 +246,11 @@ def recommendation_text(
     rows += [_recommendation_row(entry, place) for entry in cluster]
     first = next((e for e in (*here, *cluster) if not e.get("downloaded")), None)
     hint = f"`exo-node models pull {text_of(first.get('id'))}` gets it" if first else ""
-    lines = [*table(header, rows, width=width), "", "Speeds are estimates from memory bandwidth."]
+    lines = [
+        *table(header, rows, width=width),
+        "",
+        "Speeds are estimates until a model has answered here.",
+    ]
     return joined([*lines, hint])
 
 

@@ -73,7 +73,9 @@ def _placement_lines(name: str, placement: Mapping[str, Any]) -> list[str]:
         for stage in placement["stages"]
     ]
     transfers = [f"  {_transfer(each)}" for each in placement.get("to_bring", ())]
-    return [f"{name}: {placement['seconds_per_token'] * 1000:.3g} ms a token", *stages, *transfers]
+    seconds = placement["seconds_per_token"]
+    speed = f"about {round(1 / seconds, 1):g} tokens a second, {seconds * 1000:.3g} ms each"
+    return [f"{name}: {speed}", *stages, *transfers]
 
 
 def _transfer(transfer: Mapping[str, Any]) -> str:

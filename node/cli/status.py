@@ -120,6 +120,8 @@ def placement_row(
     """Model, status with the bits of quantised caches, stages with their layers, drafting; `names`
     by node id."""
     state = text_of(placement.get("status")) + caches_text(placement)
+    if speed := placement.get("tokens_per_second"):
+        state += f", about {speed:g} tok/s"
     if placement.get("error"):
         state += f": {placement['error']}"
     stages = [

@@ -7,6 +7,7 @@ import statistics
 import threading
 from collections import deque
 from dataclasses import asdict, dataclass
+from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Annotated, Final, Self
 
@@ -16,6 +17,7 @@ from ...placement.cluster import NOISE
 from ...proto import peer_pb2 as pb
 from ...proto.bounds import MAX_COUNT
 from ...shard.checkpoint.files import write_atomic
+from ..machine.hardware import Hardware
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +117,12 @@ class LayerProfiles:
         """`store` runs in threads, because it blocks."""
         for path in sorted(folder.glob(f"{_PREFIX}*.json"), key=lambda p: p.stat().st_mtime_ns):
             self._read(path)
+
+    @classmethod
+    def of(cls, data_dir: Path, hardware: Hardware) -> Self:
+        """The profiles in a node's data folder. Blocks."""
+        device = f"{hardware.chip}, {hardware.backend}"
+        return cls(data_dir / "profiles", device, installed_version("mlx"))
 
     def missing(self, checkpoint: str, dtype: str, *, generator: bool) -> bool:
         """Whether a stage of this checkpoint should be timed; a generator has a tail too."""

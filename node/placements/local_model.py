@@ -16,11 +16,13 @@ from ...placement.ids import ModelId, NodeId, PlacementId
 from ...placement.library import not_here
 from ...placement.plan import Placement, PlanOptions, plan
 from ...proto import peer_pb2 as pb
+from ..links.layer_profiles import LayerProfiles
 from ..machine.hardware import Hardware, detect_hardware
 from ..machine.settings import Settings, models_folders, visible_gpus
 from ..machine.switches import Switches
 from ..machine.timing import PROFILES
 from ..store.library import KnownModel, ModelLibrary
+from .planner_view import measured_layers
 from .stage_specs import StageSettings, build_specs, on_this_machine
 
 _HERE = NodeId("here")
@@ -114,7 +116,8 @@ def _spec(
 
 
 def view_of(hardware: Hardware, settings: Settings) -> ClusterView:
-    """A cluster of this machine alone."""
+    """A cluster of this machine alone, with what its node has measured."""
+    measured = measured_layers(LayerProfiles.of(settings.data_dir, hardware).times())
     here = NodeFacts(
         id=_HERE,
         name="this machine",
@@ -122,6 +125,7 @@ def view_of(hardware: Hardware, settings: Settings) -> ClusterView:
         memory_bandwidth=hardware.bandwidth,
         backend=hardware.backend,
         chip=hardware.chip,
+        measured=measured,
         dtype=settings.dtype,
         float32_products=hardware.products_with(settings.kernels),
     )

@@ -1,7 +1,7 @@
 """This node's facts, and what placing asks: views, cards, switches."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, replace
 
 from ...placement.card import ModelCard
@@ -88,7 +88,12 @@ class NodeFactsSource:
     def _view(
         self, members: Sequence[MemberFacts], placing: ModelId, promises: Promised
     ) -> ClusterView:
-        facts = [node_facts(m, placing, promises.get(m.id)) for m in members]
+        facts = [
+            replace(
+                node_facts(m, placing, promises.get(m.id)), drafts=self.mtp_switch(m.id).enabled
+            )
+            for m in members
+        ]
         nodes = lent(evened(with_kin_profiles(facts)))
         links = link_facts([member.facts for member in members])
         head = self._cluster.head or self._self
@@ -220,7 +225,7 @@ def node_facts(
         chip=f.chip,
         models=frozenset(ModelId(model) for model in f.models),
         profile=_profile(f, placing),
-        measured=_measured(f),
+        measured=measured_layers(f.profiles),
         prefill_s=times.prefill_s * MOST / max(1, times.prefill_rows) if times else 0.0,
         profile_dtype=times.dtype if times else "",
         dtype=f.dtype if f.dtype in BYTES else "auto",
@@ -243,11 +248,11 @@ def _times(facts: pb.NodeFacts, model: ModelId) -> pb.LayerTimes | None:
     return next((times for times in latest if times.model == model and _are_times(times)), None)
 
 
-def _measured(facts: pb.NodeFacts) -> tuple[MeasuredLayer, ...]:
-    """The smallest and the largest layer that the node measured in each dtype."""
+def measured_layers(profiles: Iterable[pb.LayerTimes]) -> tuple[MeasuredLayer, ...]:
+    """The smallest and the largest layer that a node measured in each dtype."""
     layers = sorted(
         MeasuredLayer(times.layer_bytes, times.decode_s, times.dtype)
-        for times in facts.profiles
+        for times in profiles
         if times.layer_bytes and times.decode_s and _are_times(times)
     )
     smallest = {layer.dtype: layer for layer in reversed(layers)}

@@ -174,6 +174,7 @@ def test_native_mtp_counts_as_measured_else_as_assumed(
     there = replace(node(A, 1e9), profile=profile)
     assert mtp_speedup(mtp_card(), there) == pytest.approx(speedup)
     assert mtp_speedup(card(), there) == 1.0
+    assert mtp_speedup(mtp_card(), replace(there, drafts=False)) == 1.0
 
 
 def test_a_moe_reads_its_chosen_experts_only() -> None:

@@ -6,9 +6,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from exo_node.placement.card import ModelCard
-from exo_node.placement.cluster import ClusterView, LinkFacts, NodeFacts
+from exo_node.placement.cluster import ClusterView, LayerProfile, LinkFacts, NodeFacts
 from exo_node.placement.cost import seconds_per_token, stage_bytes
 from exo_node.placement.errors import InsufficientMemory, InvalidRequest
+from exo_node.placement.fitting import fit, speed_of
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.placement.options import PlanOptions
 from exo_node.placement.parse_card import parse_card
@@ -413,3 +414,26 @@ def test_every_placement_is_whole_contiguous_and_within_memory(
     assert fits(model, view, placement)
     shuffled = ClusterView(view.nodes[::-1], view.links)
     assert plan(model, shuffled, asking(min_nodes=min_nodes)) == placement
+
+
+@given(st.floats(1e-5, 1), st.floats(1e-5, 1), st.floats(0, 20), st.booleans())
+def test_the_speed_of_a_loaded_model_is_that_of_its_plan(
+    decode_s: float, verify_s: float, speedup: float, drafts: bool
+) -> None:
+    profile = LayerProfile(decode_s, verify_s, mtp_speedup=speedup)
+    node = replace(cluster(10**9).nodes[0], profile=profile, profile_dtype="bfloat16")
+    view = ClusterView((replace(node, drafts=drafts),))
+    with_head = card(native_mtp=MTP)
+    placement, best = plan(with_head, view), fit(with_head, view)
+    speed = speed_of(with_head, view, placement.stages, placement.dtype)
+    assert speed is not None
+    assert (speed.seconds, speed.is_measured) == (best.seconds, best.is_measured)
+    plain = speed_of(card(), view, placement.stages, placement.dtype)
+    assert plain is not None
+    assert 1 <= plain.seconds / speed.seconds * (1 + 1e-9) <= (4 if drafts else 1) * (1 + 2e-9)
+
+
+def test_a_loaded_model_whose_node_is_lost_has_no_speed() -> None:
+    view = cluster(10**9)
+    placement = plan(card(), view)
+    assert speed_of(card(), replace(view, nodes=()), placement.stages, placement.dtype) is None

@@ -338,11 +338,11 @@ def test_a_preview_in_the_terminal_says_where_what_else_and_why() -> None:
     assert (
         text
         == """\
-best: 121 ms a token
+best: about 8.3 tokens a second, 121 ms each
   node-a: layers 0-5, 73 MB of 0.1 GB of memory
   node-b: layers 6-11, 73 MB of 0.1 GB of memory
   1000 tokens of context, in bfloat16
-runner-up: 121 ms a token
+runner-up: about 8.3 tokens a second, 121 ms each
   node-a: layers 0-5, 73 MB of 0.1 GB of memory
   node-c: layers 6-11, 73 MB of 0.1 GB of memory
 bound: nothing else is faster by these figures (sets of nodes weighed: 2)

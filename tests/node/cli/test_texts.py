@@ -75,6 +75,7 @@ def test_status_shows_the_bits_of_quantised_caches() -> None:
     state = {"model": "demo", "status": "ready"}
     assert placement_row(state | {"kv_bits": 8}, {})[1] == "ready, caches of 8 bits"
     assert placement_row(state | {"kv_bits": None}, {})[1] == "ready"
+    assert placement_row(state | {"tokens_per_second": 9.5}, {})[1] == "ready, about 9.5 tok/s"
 
 
 _COPIES = {"enabled": True, "reason": ""}
@@ -316,7 +317,7 @@ MODEL        SIZE     FORMAT  RUNS ON       TOKENS/S  NATIVE MTP  ON DISK
 owner/large  27.0 GB  4-bit   this machine  9.0       no          yes
 owner/huge   27.0 GB  4-bit   2 nodes       9.0       yes         no
 
-Speeds are estimates from memory bandwidth.
+Speeds are estimates until a model has answered here.
 `exo-node models pull owner/huge` gets it"""
     )
     assert recommendation_text([], []).startswith("no model that exo-node has a card of fits")

@@ -15,6 +15,7 @@ from exo_node.node.links.paths import fastest, link_facts, link_paths, nearest, 
 from exo_node.node.machine.timing import LOCAL
 from exo_node.node.placements.planner_view import NodeFactsSource, node_facts, with_kin_profiles
 from exo_node.placement.cluster import OWN, LayerProfile, MeasuredLayer, NodeFacts
+from exo_node.placement.drafting import EnabledState
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.placement.split_refusal import SplitRefusal
 from exo_node.proto import peer_pb2 as pb
@@ -236,11 +237,13 @@ async def test_a_load_with_wrong_or_slow_products_is_reported(tmp_path: Path) ->
     assert await products("float32", OWN) == OWN
 
 
-def source_of(facts: list[pb.NodeFacts]) -> NodeFactsSource:
+def source_of(facts: list[pb.NodeFacts], *, mtp: bool = True) -> NodeFactsSource:
     nothing: Any = None
     members = [MemberFacts(facts) for facts in facts]
     cluster: Any = SimpleNamespace(self_id=A, head=A, members=lambda: members)
-    return NodeFactsSource(cluster, nothing, nothing, nothing)
+    fixed = dict[str, bool]()
+    switches: Any = SimpleNamespace(mtp=lambda: EnabledState(mtp), fixed=fixed.get)
+    return NodeFactsSource(cluster, nothing, switches, nothing)
 
 
 def test_a_node_that_was_probed_while_busy_is_planned_as_its_kin() -> None:
@@ -293,3 +296,9 @@ def test_a_model_without_a_profile_is_estimated_by_those_that_were_measured() ->
         MeasuredLayer(900, 4e-3, "float32"),
     )
     assert [view.node(each).measured for each in (A, B, C)] == [layers, layers, ()]
+
+
+def test_a_node_whose_operator_lets_no_model_draft_is_not_expected_to() -> None:
+    facts = [pb.NodeFacts(id=A), pb.NodeFacts(id=B, native_mtp_variable="1"), pb.NodeFacts(id=C)]
+    view = source_of(facts, mtp=False).view(DEMO)
+    assert [view.node(node).drafts for node in (A, B, C)] == [False, True, False]

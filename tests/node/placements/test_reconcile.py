@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from small_planner import (
     BY_B,
     ONE,
@@ -34,6 +36,7 @@ from exo_node.node.placements.state import (
     RunnerFailure,
     StageRunner,
 )
+from exo_node.placement.cluster import NOISE
 from exo_node.placement.errors import LoadFailed
 from exo_node.placement.ids import ModelId, NodeId, PlacementId
 from exo_node.placement.options import PlanOptions
@@ -545,3 +548,23 @@ CASES = [
 def test_case(case: Case) -> None:
     actions = reconcile(case.desired, case.observed(), case.view(), NOW)
     assert [text(action) for action in actions] == list(case.actions)
+
+
+_SPEEDS = st.dictionaries(st.sampled_from("abc"), st.floats(1e-6, 10.0))
+
+
+@given(st.lists(_SPEEDS, max_size=6), st.sampled_from([10.0, 130.0]))
+def test_no_estimate_moves_a_loaded_model_that_losses_did_not(
+    estimates: list[dict[str, float]], used_s: float
+) -> None:
+    for speeds in estimates:
+        case = Case("", [], [wish(used_s=used_s)], runners=LOADED, speeds=speeds)
+        assert reconcile(case.desired, case.observed(), case.view(), NOW) == []
+
+
+@given(st.lists(st.floats(1 - NOISE / 2, 1 + NOISE / 2), min_size=1, max_size=6))
+def test_small_corrections_move_not_even_a_displaced_one(factors: list[float]) -> None:
+    moved = runners("p", replace(staged_plan("m", "b4"), displaced=True))
+    for factor in factors:
+        case = Case("", [], [wish(used_s=130)], runners=moved, speeds={"b": 0.01 * factor})
+        assert reconcile(case.desired, case.observed(), case.view(), NOW) == []
