@@ -12,6 +12,7 @@ from .api.drain import Drain
 from .cluster.desired import DesiredPlacements
 from .cluster.node_exit import Outcome
 from .head_client import ClusterHead
+from .join.operations import JoinOperations
 from .local_node import LocalNode
 from .machine.data_dir_lock import reachable
 from .machine.hardware import Hardware
@@ -19,14 +20,13 @@ from .machine.interfaces import LOOPBACK
 from .machine.settings import Settings, environment, runner_environment
 from .machine.tasks import cancel
 from .node_api import NodeApi
-from .peer_service import PeerService
 from .peering import PeerWiring
 from .placements.claims import Claims
 from .placements.head_watch import HeadWatch
 from .placements.placements import Placements
 from .placements.planner_view import NodeFactsSource
 from .placements.stage_runners import ClusterStages, LocalStages
-from .rpc.control_server import ControlServer
+from .rpc.control_server import ControlServer, NodeCalls
 from .rpc.link_rpc import LinkService
 from .rpc.model_files import ModelFilesClient, ModelFilesService
 from .runners.supervisor import RunnerHost, Supervisor
@@ -65,7 +65,7 @@ class Node:
         )
         self._stages = LocalStages(settings, fetcher, local.profiling, self._supervisor)
         stages = ClusterStages(
-            self._stages, cluster, peering.client, peering.runners, local.profiling, timing
+            self._stages, cluster, peering.client, peering.channels, local.profiling, timing
         )
         self._placements = placements = Placements(stages, facts, timing, events, desired)
         self._claims = Claims(placements, facts, events, timing)
@@ -157,12 +157,18 @@ class Node:
         local, joining = self._local, self._peering.joining
         hosts = list(dict.fromkeys([*local.profiling.addresses, LOOPBACK]))
         join_port = joining.listen(hosts, self._settings.grpc_port)
-        service = PeerService(
-            joining, self._peering.cluster, self._stages, self._claims, self._api.answer
+        calls = NodeCalls(
+            answer_heartbeat=self._peering.answer_heartbeat,
+            load_stage=self._stages.load,
+            unload_stage=self._stages.unload,
+            decide_join=JoinOperations(joining).decide,
+            answer_http=self._api.answer,
+            acquire=self._claims.acquire,
+            report=self._claims.report,
         )
         links = LinkService(local.profiling.measure_links)
         files = ModelFilesService(SharedModels(local.library), lambda: self._live_requests() > 0)
-        server = ControlServer(service, local.keyring.for_server(join_port), links, files)
+        server = ControlServer(calls, local.keyring.for_server(join_port), links, files)
         local.note_ports(grpc=await server.start(hosts, self._settings.grpc_port))
         _ = self._stack.push_async_callback(server.close)
         local.note_ports(http=await self._api.start())

@@ -69,7 +69,7 @@ class NodeApi:
             local, peering, placements, facts, readiness, metrics, self._tokens
         )
         profiles = ProfileFile(settings.profiles_file)
-        self._models = NodeModels(local, peering, operations.model_list, stages, profiles)
+        self._models = NodeModels(local, peering, operations.model_list, stages.local, profiles)
         self._responses = _responses(local, leaving)
         services = Services(
             self._chat,

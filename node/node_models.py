@@ -22,7 +22,7 @@ from .cluster.member import MemberFacts
 from .local_node import LocalNode
 from .model_list import ModelList
 from .peering import PeerWiring
-from .placements.stage_runners import ClusterStages
+from .placements.stage_runners import LocalStages
 from .store.daemon_threads import stoppable
 from .store.pulls import Pull, Pulls
 from .store.stop_signal import not_in_time
@@ -47,7 +47,7 @@ class NodeModels:
         local: LocalNode,
         peering: PeerWiring,
         models: ModelList,
-        stages: ClusterStages,
+        stages: LocalStages,
         profiles: ProfileFile,
     ) -> None:
         self._library = local.library

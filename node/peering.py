@@ -20,7 +20,6 @@ from .join.requests import PendingRequests
 from .join.state import JoinState
 from .local_node import LocalNode
 from .rpc.channels import Channels
-from .runners.runner_client import RunnerClient
 
 
 class PeerWiring:
@@ -45,7 +44,6 @@ class PeerWiring:
         self.client = WatchedClient(
             self.channels, local.id, cluster_state.boot_id, self._facts, self.ending, timing
         )
-        self.runners = RunnerClient(self.channels, timing)
         self.cluster = Cluster(
             lambda: MemberFacts(self._facts(), states()),
             self.client,
@@ -65,6 +63,11 @@ class PeerWiring:
         )
         self.joining = Joining(state, self.client, self._requests, local.loops)
         self.search = PeerSearch(local, self.cluster, self.joining)
+
+    def answer_heartbeat(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:
+        """Merges a peer's heartbeat and returns this node's. Raises if the sender may not join."""
+        self.joining.check_heartbeat(beat)
+        return self.cluster.answer(sender, beat)
 
     async def close(self) -> None:
         await self.joining.close()

@@ -123,7 +123,7 @@ class Placement:
 
     async def inspect(self) -> pb.RunnerState:
         """The generator's state, which its runner updates four times a second."""
-        return await self.client.ping(self.endpoints[0], self.name, 0, 60)
+        return await self.client.read_state(self.endpoints[0], self.name, 0, 60)
 
     async def holds_state(self) -> None:
         """Waits until the generator reports a request's state."""

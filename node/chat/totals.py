@@ -3,9 +3,16 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from ...placement.ids import ModelId
+
+_SUMS: Final = (
+    *("cached_tokens", "batched_tokens"),
+    *("spec_decode_rounds", "proposed_draft_tokens", "accepted_draft_tokens"),
+    *("lookup_rounds", "lookup_proposed_tokens", "lookup_accepted_tokens"),
+)
+"""Numbers of `generation_stats` that are added up under the same name."""
 
 
 @dataclass(slots=True)
@@ -50,14 +57,8 @@ class ModelTotals:
         self.drafted_requests += drafted
         self.prompt_tokens += prompt_tokens
         self.completion_tokens += completion_tokens
-        self.cached_tokens += stats["cached_tokens"]
-        self.batched_tokens += stats["batched_tokens"]
-        self.spec_decode_rounds += stats["spec_decode_rounds"]
-        self.proposed_draft_tokens += stats["proposed_draft_tokens"]
-        self.accepted_draft_tokens += stats["accepted_draft_tokens"]
-        self.lookup_rounds += stats["lookup_rounds"]
-        self.lookup_proposed_tokens += stats["lookup_proposed_tokens"]
-        self.lookup_accepted_tokens += stats["lookup_accepted_tokens"]
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + stats[name])
         self.looped_requests += bool(stats["loop_reason"])
         _add_each(self.accepted_per_position, stats["accepted_per_position"])
         _add_each(self.draft_k_histogram, stats["draft_k_histogram"])
@@ -96,14 +97,10 @@ class Totals:
         self._by_model: dict[ModelId, ModelTotals] = {}
 
     def add(
-        self,
-        model: ModelId,
-        completion_tokens: int,
-        stats: Mapping[str, Any],
-        prompt_tokens: int = 0,
+        self, model: ModelId, completion: int, stats: Mapping[str, Any], prompt: int = 0
     ) -> None:
-        totals = self._by_model.setdefault(model, ModelTotals())
-        totals.add(prompt_tokens, completion_tokens, stats)
+        """Adds an answer with so many tokens."""
+        self._by_model.setdefault(model, ModelTotals()).add(prompt, completion, stats)
 
     def __iter__(self) -> Iterator[tuple[ModelId, ModelTotals]]:
         return iter(self._by_model.items())

@@ -11,11 +11,11 @@ from .client import call, connect
 from .flags import AsJson, DataDir, LocalPort, group
 from .output import table
 from .plan import preview_path, preview_text
+from .times import TIMES
 
 Json = Mapping[str, Any]
 
 _PROFILE: Final = "/v1/cluster/profile"
-_MEASURE_LIMIT_S: Final = 300.0
 _INSTALL: Final = "`pip install 'exo-node[bench]'`, or in a checkout `pip install ./bench`, adds it"
 
 _PlacedModel = Annotated[
@@ -66,7 +66,7 @@ def cluster(
     joins and every few minutes while nothing is generated.
     """
     endpoint = connect(port, data_dir)
-    profile = call(endpoint, _PROFILE, {} if measure else None, timeout_s=_MEASURE_LIMIT_S)
+    profile = call(endpoint, _PROFILE, {} if measure else None, timeout_s=TIMES.measure_s)
     preview = None if model is None else call(endpoint, preview_path(model, {}))
     if as_json:
         output.print_json({"profile": profile, "plan": preview})

@@ -5,14 +5,13 @@ import subprocess
 import sys
 from collections.abc import Generator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from ...placement.errors import InvalidSettings, LoadFailed
+from .times import TIMES
 
 if TYPE_CHECKING:
     from ..placements.local_model import LocalModel
-
-END_S: Final = 5.0
 
 
 def local_model(
@@ -114,7 +113,7 @@ def run_child(module: str, request: str, environment: Mapping[str, str]) -> int:
 def _end(child: "subprocess.Popen[bytes]") -> None:
     child.terminate()
     try:
-        _ = child.wait(END_S)
+        _ = child.wait(TIMES.child_end_s)
     except subprocess.TimeoutExpired:
         child.kill()
         _ = child.wait()

@@ -11,6 +11,7 @@ from ..machine.data_dir_lock import find_running
 from ..machine.log import escape_controls
 from ..trust.local_token import TOKEN_HEADER, read_token
 from .flags import client_settings
+from .times import TIMES
 
 if TYPE_CHECKING:
     import httpx2
@@ -21,8 +22,6 @@ EXIT_FAILED: Final = 1
 EXIT_NO_NODE: Final = 69
 EXIT_TEMPORARY: Final = 75
 
-_CONNECT_TIMEOUT_S: Final = 5.0
-_READ_TIMEOUT_S: Final = 10.0
 _TEMPORARY: Final = frozenset({429, 503})
 _TEMPORARY_CODES: Final = frozenset({"queue_full", "peer_lost", "load_failed"})
 _LASTING_CODES: Final = frozenset({"insufficient_memory"})  # 503, and waiting does not help
@@ -127,7 +126,7 @@ def call(
     path: str,
     body: Mapping[str, Any] | None = None,
     *,
-    timeout_s: float | None = _READ_TIMEOUT_S,
+    timeout_s: float | None = TIMES.reply_s,
 ) -> dict[str, Any]:
     """GET `path`, or POST `body` to it; the JSON object of the response. Raises CallFailed."""
     with _response(endpoint, path, body, timeout_s) as response:
@@ -140,7 +139,7 @@ def delete(endpoint: ApiEndpoint, path: str) -> None:
         _ = response.read()
 
 
-def read_text(endpoint: ApiEndpoint, path: str, *, timeout_s: float = _READ_TIMEOUT_S) -> str:
+def read_text(endpoint: ApiEndpoint, path: str, *, timeout_s: float = TIMES.reply_s) -> str:
     """GET `path`; the text of the response. Raises CallFailed."""
     with _response(endpoint, path, None, timeout_s) as response:
         return response.read().decode(errors="replace")
@@ -221,7 +220,7 @@ def _response(
     client = httpx2.Client(
         base_url=f"http://{endpoint}",
         headers=headers_of(endpoint),
-        timeout=httpx2.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S),
+        timeout=httpx2.Timeout(timeout_s, connect=TIMES.connect_s),
         trust_env=False,  # a proxy does not lead to this machine
         verify=False,  # plain HTTP; loading certificates takes longer than most calls
     )

@@ -21,16 +21,12 @@ from .flags import AsJson, DataDir, LocalPort, client_settings
 from .join import not_asked_text
 from .output import joined, note, print_json
 from .status import offline_text
+from .times import TIMES
 
 _File = Annotated[str, typer.Argument(metavar="FILE", help="Where to write it.")]
 
 _LEAST_DISK: Final = 20 * 10**9
 _LEAST_MEMORY: Final = 4 * 10**9
-_DIAL_S: Final = 3.0
-_SILENT_S: Final = 30.0
-"""Many heartbeats: a node that sent none for this long does not reach this node."""
-_CLOCKS_S: Final = 5.0
-"""Clocks that differ by more put the events of two nodes in a wrong order."""
 _ENCODERS: Final = "BERT, RoBERTa, XLM-R, ModernBERT"
 _PACKAGES: Final = ("exo-node", "mlx", "mlx-lm", "grpcio", "transformers")
 
@@ -212,7 +208,7 @@ def _way_back(member: Mapping[str, Any], me: Mapping[str, Any]) -> Finding:
     name, port = member.get("name"), me.get("port")
     where = f"this node at {me.get('host')}:{port}"
     heartbeat_age_s = member.get("heard_ago_s")
-    if heartbeat_age_s is not None and heartbeat_age_s < _SILENT_S:
+    if heartbeat_age_s is not None and heartbeat_age_s < TIMES.silent_s:
         return Finding("way back", "ok", f"{name} reaches {where}")
     remedy = f"let TCP port {port} through this machine's firewall ({_firewall(port)})"
     return Finding("way back", "wrong", f"{name} does not reach {where}", remedy)
@@ -230,7 +226,7 @@ def _clock(member: Mapping[str, Any]) -> Finding:
         return Finding("clock", "warning", f"{name} has not told its time", "ask again in a minute")
     side = "ahead of" if ahead > 0 else "behind"
     text = f"{name} is {abs(ahead):.2f} s {side} this node, ±{member['clock_within_s']:.2f} s"
-    if abs(ahead) - member["clock_within_s"] <= _CLOCKS_S:
+    if abs(ahead) - member["clock_within_s"] <= TIMES.clock_skew_s:
         return Finding("clock", "ok", text)
     remedy = "let both set their time: `timedatectl set-ntp true`, or System Settings on a Mac"
     return Finding("clock", "warning", text, remedy)
@@ -255,7 +251,7 @@ def _member(member: Mapping[str, Any], me: Mapping[str, Any]) -> Finding:
         return Finding("member", "wrong", text, "install the same version on both")
     started_at = time.monotonic()
     try:
-        socket.create_connection((str(member["host"]), int(member["port"])), _DIAL_S).close()
+        socket.create_connection((str(member["host"]), int(member["port"])), TIMES.dial_s).close()
     except OSError as fault:
         remedy = f"start it, or let port {member.get('port')} through its firewall"
         return Finding("member", "wrong", f"{name} at {where}, {status}: {fault}", remedy)

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
@@ -15,6 +15,7 @@ from .load import answering_text, copies_of, parse_count, placement_body
 from .load import load as load_model
 from .models import ModelId, entries_of_node, fit_text, models, this_machine
 from .output import caches_text, confirm, note, print_json, print_table, size, text_of
+from .times import TIMES
 
 if TYPE_CHECKING:
     from ..store.transfers import Progress
@@ -40,10 +41,6 @@ _LoadedModel = Annotated[
         autocompletion=flags.loaded_models,
     ),
 ]
-
-_SEARCH_S: Final = 30.0
-_LINE_EVERY_S: Final = 10.0
-_DRAWN_EVERY_S: Final = 0.2
 
 
 @models.command()
@@ -85,7 +82,7 @@ def search(
 ) -> None:
     """Search Hugging Face for models, by a running node."""
     path = f"/v1/models/search?q={quote(' '.join(words), safe='')}"
-    hits = call(connect(port, data_dir), path, timeout_s=_SEARCH_S).get("data", [])
+    hits = call(connect(port, data_dir), path, timeout_s=TIMES.search_s).get("data", [])
     if as_json:
         print_json(hits)
         return
@@ -207,7 +204,7 @@ class ProgressLine:
         now = time.monotonic()
         if self._first is None:
             self._first = (now, news.done_bytes)
-        every = _DRAWN_EVERY_S if self._terminal else _LINE_EVERY_S
+        every = TIMES.drawn_every_s if self._terminal else TIMES.line_every_s
         if now - self._printed_at < every and news.done_bytes < news.total_bytes:
             return
         self._printed_at = now

@@ -15,6 +15,7 @@ from .client import ApiEndpoint, call, connect, find_node
 from .flags import AsJson, DataDir, LocalPort, Yes, client_settings
 from .output import confirm, note, table, text_of
 from .status import node_row
+from .times import TIMES
 
 Json = Mapping[str, Any]
 
@@ -50,8 +51,6 @@ _Again = Annotated[
 
 _REQUESTS: Final = "/v1/join/requests"
 _ASKS_NO_MORE: Final = "it does not ask that one again before `exo-node join --again`"
-_APPROVE_S: Final = 30.0
-_REKEY_S: Final = 120.0
 
 
 def nodes(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
@@ -77,7 +76,7 @@ def approve(digits: _Digits, port: LocalPort = None, data_dir: DataDir = None) -
     code, name = _parse_digits(digits)
     request = _select_request(endpoint, name)
     path = f"{_REQUESTS}/{request['id']}/approve"
-    answer = call(endpoint, path, {"code": code}, timeout_s=_APPROVE_S)
+    answer = call(endpoint, path, {"code": code}, timeout_s=TIMES.approve_s)
     note(f"{answer.get('name') or request['name']} is in the cluster")
 
 
@@ -85,7 +84,7 @@ def deny(node: _Candidate = None, port: LocalPort = None, data_dir: DataDir = No
     """Turn a node away that asks to join."""
     endpoint = connect(port, data_dir)
     request = _select_request(endpoint, node or "")
-    _ = call(endpoint, f"{_REQUESTS}/{request['id']}/deny", {}, timeout_s=_APPROVE_S)
+    _ = call(endpoint, f"{_REQUESTS}/{request['id']}/deny", {}, timeout_s=TIMES.approve_s)
     note(f"{request['name']} was turned away")
 
 
@@ -172,7 +171,7 @@ def rekey(
     if not yes:
         confirm(_rekey_question(call(endpoint, "/v1/cluster"), without or []))
     body = {"without": without or [], "drop_absent": True}
-    answer = call(endpoint, "/v1/join/rekey", body, timeout_s=_REKEY_S)
+    answer = call(endpoint, "/v1/join/rekey", body, timeout_s=TIMES.rekey_s)
     note(rekey_text(answer))
     if answer.get("missed"):
         raise ExoNodeError("some nodes have the old key still")

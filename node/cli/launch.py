@@ -22,9 +22,9 @@ from .coding_tools import KEY, TOOLS, CodingTool, Invocation, ServedModel, shell
 from .flags import DataDir, LocalPort, client_settings, models_on_disk
 from .model_choice import choose, load
 from .output import note
+from .times import TIMES
 
 _ARGUMENTS: Final = "exo-node.tool-arguments"
-_FILE_AGE_S: Final = 30 * 86_400
 _OWN_FILE: Final = re.compile(r"[a-z]+-[0-9a-f]{12}\.json")
 """The names that `coding_tools` gives to files."""
 _LOOPBACK: Final = "127.0.0.1,localhost"
@@ -147,7 +147,7 @@ def _remove_old(folder: Path) -> None:
     """Deletes the files of launches long ago: each launch writes its own again."""
     for path in filter(lambda each: _OWN_FILE.fullmatch(each.name), folder.glob("*.json")):
         with contextlib.suppress(OSError):  # another launch may have deleted or written it
-            if time.time() - path.stat().st_mtime > _FILE_AGE_S:
+            if time.time() - path.stat().st_mtime > TIMES.tool_file_s:
                 path.unlink()
 
 

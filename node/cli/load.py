@@ -11,9 +11,9 @@ from ...placement.options import parse_split
 from .client import ApiEndpoint, CallFailed, call, connect
 from .flags import AsJson, DataDir, LocalPort, Model
 from .output import StatusLine, note, print_json, text_of
+from .times import TIMES
 
 _PLACEMENTS: Final = "/v1/placements"
-_LOOK_S: Final = 0.5
 
 _Count = Annotated[
     str,
@@ -127,7 +127,7 @@ def _progress(endpoint: ApiEndpoint, model: str) -> Generator[None]:
     ended, line = threading.Event(), StatusLine()
 
     def watch() -> None:
-        while not ended.wait(_LOOK_S):
+        while not ended.wait(TIMES.load_look_s):
             with suppress(CallFailed):  # the load itself reports what is wrong
                 for placement in call(endpoint, _PLACEMENTS).get("data", []):
                     if placement.get("model") == model and placement.get("progress"):

@@ -10,8 +10,8 @@ from .coding_tools import CodingTool
 from .load import load as load_model
 from .output import note
 from .plan import preview_path
+from .times import TIMES
 
-_LIST_S: Final = 60.0
 _NAMED: Final = 8
 
 Entry = Mapping[str, Any]
@@ -43,7 +43,8 @@ def choose(
         least = f"{tool.title} needs {_tokens(tool.least_context)}"
         raise InvalidSettings(f"--context: {context} are too few; {least}", param="--context")
     # As the tool will call: with the key, and without the rights of the node's own user.
-    listed = call(replace(endpoint, token=None), "/v1/models", timeout_s=_LIST_S).get("data", [])
+    as_the_tool = replace(endpoint, token=None)
+    listed = call(as_the_tool, "/v1/models", timeout_s=TIMES.model_list_s).get("data", [])
     entries = [each for each in listed if not _can(each, "embeddings")]
     if model is not None and model in {each["id"] for each in listed if _can(each, "embeddings")}:
         raise InvalidSettings(f"{model} embeds and does not answer; name another", param="MODEL")
@@ -86,7 +87,7 @@ def _planned(endpoint: ApiEndpoint, entry: Entry, context: int | None) -> ModelC
     if entry.get("loaded") and _context(entry) >= (context or 0):
         return ModelChoice(name, base, _context(entry))
     options = {} if context is None else {"context": context}
-    preview = call(endpoint, preview_path(base, options), timeout_s=_LIST_S)
+    preview = call(endpoint, preview_path(base, options), timeout_s=TIMES.model_list_s)
     if refusal := preview.get("refusal"):
         raise CallFailed(str(refusal))
     return ModelChoice(name, base, preview["best"]["context_length"], {"model": base, **options})

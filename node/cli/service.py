@@ -15,12 +15,10 @@ from ...placement.errors import ExoNodeError
 from ..machine.private_files import replace_private
 from .flags import AsJson, DataDir, Yes, client_settings, group
 from .output import confirm, joined, note
+from .times import TIMES
 
 UNIT: Final = "exo-node.service"
 LABEL: Final = "exo-node.node"
-_WITHIN_S: Final = 60
-_STOP_S: Final = 600
-"""Longer than a node that stops waits for its running answers."""
 
 _NO_BUS: Final = (
     "this user has no session: log in on the machine itself, or run `sudo loginctl enable-linger "
@@ -72,7 +70,7 @@ class Systemd:
             "RestartSec=5",
             # Wrong settings, and another process with this node's id: a restart helps neither.
             "RestartPreventExitStatus=2 3",
-            f"TimeoutStopSec={_STOP_S}",
+            f"TimeoutStopSec={TIMES.service_stop_s}",
             "",
             "[Install]",
             "WantedBy=default.target",
@@ -113,7 +111,7 @@ class Launchd:
                 "RunAtLoad": True,
                 "KeepAlive": {"SuccessfulExit": False},
                 "ThrottleInterval": 10,
-                "ExitTimeOut": _STOP_S,
+                "ExitTimeOut": TIMES.service_stop_s,
                 "ProcessType": "Interactive",  # the others are slowed down
                 "StandardOutPath": log,
                 "StandardErrorPath": log,
@@ -204,7 +202,9 @@ def _program() -> list[str]:
 def _run(command: list[str]) -> str:
     """Runs a command; returns its error, empty if it succeeded."""
     try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=_WITHIN_S)
+        process = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMES.service_start_s
+        )
     except (OSError, subprocess.TimeoutExpired) as fault:
         return str(fault)
     if process.returncode == 0:

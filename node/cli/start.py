@@ -15,6 +15,7 @@ from ..machine.data_dir_lock import Running, find_running
 from .client import ApiEndpoint, CallFailed, no_node, read_text
 from .flags import AsJson, DataDir, Dtype, ModelsDir, client_settings
 from .output import note, print_json
+from .times import TIMES
 
 VARIABLES: Final = (
     "By variable only: EXO_API_KEY (clients must show it, or a token of `exo-node token`), "
@@ -174,12 +175,6 @@ def _run(flags: Mapping[str, object]) -> int:
 
 # ---------------------------------------------------------------------------- stop
 
-_TIMEOUT_S: Final = 60.0
-"""How long a node that was asked to end may show no sign of life."""
-_POLL_S: Final = 0.05
-_LOOK_S: Final = 2.0
-"""The interval of health checks, and the time limit of each."""
-
 
 _Stopped = Annotated[str | None, typer.Argument(hidden=True)]
 """A model, which other programs' `stop` unloads."""
@@ -219,7 +214,7 @@ def _end(pid: int, folder: Path) -> None:
     notified = False
     while (holder := find_running(folder)) is not None and holder.pid == pid:
         now = time.monotonic()
-        if now - checked_at > _LOOK_S:
+        if now - checked_at > TIMES.health_s:
             checked_at = now
             if _is_alive(holder):
                 alive_at = now
@@ -229,12 +224,12 @@ def _end(pid: int, folder: Path) -> None:
                         "short"
                     )
                 notified = True
-        if now - alive_at > _TIMEOUT_S:
+        if now - alive_at > TIMES.stop_silence_s:
             raise ExoNodeError(
-                f"the node (pid {pid}) still runs {_TIMEOUT_S:g} s after it was asked to end, and "
-                f"does not answer; `kill -9 {pid}` ends it without care for its requests"
+                f"the node (pid {pid}) still runs {TIMES.stop_silence_s:g} s after it was asked to "
+                f"end, and does not answer; `kill -9 {pid}` ends it without care for its requests"
             )
-        time.sleep(_POLL_S)
+        time.sleep(TIMES.poll_s)
 
 
 def _is_alive(node: Running) -> bool:
@@ -243,7 +238,7 @@ def _is_alive(node: Running) -> bool:
         return False
     try:
         _ = read_text(
-            ApiEndpoint.of(node.http_host, node.http_port), "/health/live", timeout_s=_LOOK_S
+            ApiEndpoint.of(node.http_host, node.http_port), "/health/live", timeout_s=TIMES.health_s
         )
     except CallFailed:
         return False

@@ -16,10 +16,10 @@ from .client import ApiEndpoint, CallFailed, call, connect, read_text
 from .flags import AsJson, DataDir, LocalPort
 from .output import share, size, table, terminal_width, text_of
 from .status import NO_MODEL, marked_name, placement_row, prefix_table
+from .times import TIMES
 
 Json = Mapping[str, Any]
 
-_EVERY_S: Final = 1.0
 _RUNNING: Final = "vllm:num_requests_running"
 _WAITING: Final = "vllm:num_requests_waiting"
 _TOKENS: Final = "vllm:generation_tokens_total"
@@ -60,7 +60,7 @@ def top(
 
     first = read()
     if as_json or once or terminal_width() is None:
-        time.sleep(_EVERY_S)  # rates are between two readings
+        time.sleep(TIMES.top_every_s)  # rates are between two readings
         state = snapshot(read(), first)
         output.print_json(state) if as_json else print(top_text(state, _clock()))
         return
@@ -134,7 +134,7 @@ def _draw(texts: Iterator[str]) -> None:
     with Live(screen=True, auto_refresh=False) as live:
         for text in texts:
             live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)
-            time.sleep(_EVERY_S)
+            time.sleep(TIMES.top_every_s)
 
 
 def _clock() -> str:

@@ -78,7 +78,6 @@ class Hardware:
     chip: str
     backend: Backend
     total_bytes: int
-    available_bytes: int
     usable_bytes: int
     bandwidth: float
     float32_products: str = ""
@@ -115,7 +114,6 @@ def detect_hardware(
         chip=chip,
         backend=backend,
         total_bytes=total,
-        available_bytes=available,
         usable_bytes=usable_memory(backend, total, available, memory_limit),
         bandwidth=estimate_bandwidth(chip, backend, psutil.cpu_count(logical=False)),
         float32_products=own_products() if backend == "cpu" else "",

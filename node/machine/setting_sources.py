@@ -21,47 +21,25 @@ class Source:
     flag: str | None = None
 
 
+_FLAGS: Final = (
+    *("name", "host", "port", "grpc_port", "interface", "data_dir", "cluster_key_file"),
+    *("memory_limit", "dtype", "offline", "auto_download", "log_format"),
+)
+_VARIABLES: Final = (
+    *("cards_dir", "profiles_file", "keep_alive", "cluster_key", "image_urls", "api_key"),
+    *("allowed_hosts", "allowed_origins", "native_mtp_enabled", "native_mtp_async_draft_eval"),
+    *("native_mtp_adaptive", "native_mtp_default_k", "native_mtp_strict", "prefix_cache_enabled"),
+    *("prefix_disk_gb", "batching_enabled", "prompt_lookup_enabled", "loop_guard"),
+    *("responses_gb", "responses_keep", "kv_bits", "load_timeout", "kernels", "timing"),
+)
 SOURCES: Final[Mapping[str, Source]] = {
-    "name": Source("EXO_NAME", "--name"),
-    "host": Source("EXO_HOST", "--host"),
-    "port": Source("EXO_PORT", "--port"),
-    "grpc_port": Source("EXO_GRPC_PORT", "--grpc-port"),
-    "interface": Source("EXO_INTERFACE", "--interface"),
-    "data_dir": Source("EXO_DATA_DIR", "--data-dir"),
-    "cards_dir": Source("EXO_CARDS_DIR"),
-    "profiles_file": Source("EXO_PROFILES_FILE"),
-    "keep_alive": Source("EXO_KEEP_ALIVE"),
+    **{name: Source(f"EXO_{name.upper()}", f"--{name.replace('_', '-')}") for name in _FLAGS},
+    **{name: Source(f"EXO_{name.upper()}") for name in _VARIABLES},
     "models_dirs": Source("EXO_MODELS_DIR", "--models-dir"),
     "peers": Source("EXO_PEER", "--peer"),
-    "cluster_key_file": Source("EXO_CLUSTER_KEY_FILE", "--cluster-key-file"),
-    "cluster_key": Source("EXO_CLUSTER_KEY"),
     "mdns": Source("EXO_MDNS", "--no-mdns"),
-    "memory_limit": Source("EXO_MEMORY_LIMIT", "--memory-limit"),
-    "dtype": Source("EXO_DTYPE", "--dtype"),
-    "offline": Source("EXO_OFFLINE", "--offline"),
-    "auto_download": Source("EXO_AUTO_DOWNLOAD", "--auto-download"),
-    "image_urls": Source("EXO_IMAGE_URLS"),
-    "log_format": Source("EXO_LOG_FORMAT", "--log-format"),
-    "api_key": Source("EXO_API_KEY"),
-    "allowed_hosts": Source("EXO_ALLOWED_HOSTS"),
-    "allowed_origins": Source("EXO_ALLOWED_ORIGINS"),
-    "native_mtp_enabled": Source("EXO_NATIVE_MTP_ENABLED"),
-    "native_mtp_async_draft_eval": Source("EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL"),
-    "native_mtp_adaptive": Source("EXO_NATIVE_MTP_ADAPTIVE"),
-    "native_mtp_default_k": Source("EXO_NATIVE_MTP_DEFAULT_K"),
-    "native_mtp_strict": Source("EXO_NATIVE_MTP_STRICT"),
-    "prefix_cache_enabled": Source("EXO_PREFIX_CACHE_ENABLED"),
-    "prefix_disk_gb": Source("EXO_PREFIX_DISK_GB"),
-    "batching_enabled": Source("EXO_BATCHING_ENABLED"),
-    "prompt_lookup_enabled": Source("EXO_PROMPT_LOOKUP_ENABLED"),
-    "loop_guard": Source("EXO_LOOP_GUARD"),
-    "responses_gb": Source("EXO_RESPONSES_GB"),
-    "responses_keep": Source("EXO_RESPONSES_KEEP"),
-    "kv_bits": Source("EXO_KV_BITS"),
-    "load_timeout": Source("EXO_LOAD_TIMEOUT"),
-    "kernels": Source("EXO_KERNELS"),
-    "timing": Source("EXO_TIMING"),
 }
+"""By field of `Settings`, whose name is that of its variable; those of `_FLAGS` are flags, too."""
 
 RENAMED: Final[Mapping[str, str]] = {
     "EXO_PREFIX_CACHE_DISK": "set EXO_PREFIX_DISK_GB to a number of GB instead, 0 for none",

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 from ...placement.errors import LoadFailed, PeerLost, PeerRefused, RemovalRefused
 from ...placement.ids import ModelId, NodeId, PlacementId
@@ -14,6 +14,7 @@ from ..cluster.heartbeats import checked
 from ..links.measurements import Profiling
 from ..machine.settings import Settings
 from ..machine.timing import Timing
+from ..rpc.channels import Channels
 from ..rpc.control_client import ControlClient
 from ..runners.runner_client import Endpoint, RunnerClient
 from ..runners.supervisor import Supervisor
@@ -86,7 +87,7 @@ class LocalStages:
         """See `Supervisor`."""
         return self._supervisor.cpu_s_of(placement, stage)
 
-    async def unload(self, placement: PlacementId, stage: int, *, kill: bool = False) -> None:
+    async def unload(self, placement: PlacementId, stage: int, kill: bool) -> None:
         """Does nothing where there is no such runner."""
         await self._supervisor.unload(placement, stage, kill=kill)
 
@@ -97,7 +98,7 @@ two round trips, then after twice and four times as long: two losses in a row fi
 losses have lengthened the heartbeats as well."""
 
 
-class ClusterStages:
+class ClusterStages(RunnerClient):
     """`stages.Stages` over the cluster; runners are dialled on the way that is quickest."""
 
     def __init__(
@@ -105,14 +106,14 @@ class ClusterStages:
         local: LocalStages,
         cluster: Cluster,
         client: ControlClient,
-        runners: RunnerClient,
+        channels: Channels,
         profiling: Profiling,
         timing: Timing,
     ) -> None:
-        self._local = local
+        super().__init__(channels, timing)
+        self.local = local
         self._cluster = cluster
         self._client = client
-        self._runners = runners
         self._profiling = profiling
         self._ping_s, self._stall_s = timing.ping_s, timing.stall_s
         self._late_since: dict[tuple[NodeId, PlacementId, int], float] = {}
@@ -121,16 +122,12 @@ class ClusterStages:
 
     async def load(self, node: NodeId, spec: pb.StageSpec, progress: Progress) -> pb.LoadReady:
         if node == self._self:
-            return await self._local.load(spec, progress)
+            return await self.local.load(spec, progress)
         self._cluster.note_loading(node, spec.placement, spec.stage)
         load = self._client.load(self._cluster.address(node), node, spec, progress)
         loading = self._profiling.record_refusal(spec, self._unless_gone(node, load))
         ready = checked(await loading, f"node {node}")
         return self.near(Endpoint(node, ready)).ready
-
-    async def remove_files(self, model: ModelId, remove: Callable[[], None]) -> None:
-        """See `LocalStages`."""
-        await self._local.remove_files(model, remove)
 
     async def _unless_gone(self, node: NodeId, load: Awaitable[pb.LoadReady]) -> pb.LoadReady:
         """Raises PeerLost once the node is known to be lost: gRPC may learn that much later."""
@@ -150,7 +147,7 @@ class ClusterStages:
         self, node: NodeId, placement: PlacementId, stage: int, *, kill: bool = False
     ) -> None:
         if node == self._self:
-            await self._local.unload(placement, stage, kill=kill)
+            await self.local.unload(placement, stage, kill)
             return
         if not self._cluster.is_alive(node):
             raise PeerLost(f"node {node} does not answer")
@@ -158,28 +155,11 @@ class ClusterStages:
         await self._client.unload(address, node, placement, stage, kill=kill)
         self._cluster.note_unloaded(node, placement, stage)
 
-    def generate(
-        self, endpoint: Endpoint, request: pb.GenerateRequest
-    ) -> AsyncGenerator[pb.GenerateEvent, None]:
-        """See `chat.Runners`."""
-        return self._runners.generate(endpoint, request)
-
-    async def encode(self, endpoint: Endpoint, request: pb.EncodeRequest) -> pb.EncodeReply:
-        return await self._runners.encode(endpoint, request)
-
-    async def find_prefix(self, endpoint: Endpoint, request: pb.GenerateRequest) -> pb.CachedPrefix:
-        return await self._runners.find_prefix(endpoint, request)
-
     async def connect(
         self, stage: Endpoint, following: Endpoint, placement: PlacementId, epoch: pb.Epoch
     ) -> None:
         near = self._profiling.quickest(stage.node, following)
-        await self._runners.connect(stage, near, placement, epoch)
-
-    async def enter(
-        self, stage: Endpoint, placement: PlacementId, number: int, epoch: pb.Epoch
-    ) -> None:
-        await self._runners.enter(stage, placement, number, epoch)
+        await super().connect(stage, near, placement, epoch)
 
     async def ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:
         """A runner that is late but computes answers with an empty state; one of another machine,
@@ -189,7 +169,7 @@ class ClusterStages:
         key = (stage.node, placement, number)
         before, began = self._cpu_s_of(*key), time.monotonic()
         try:
-            state = await self._runners.ping(stage, placement, number, timeout)
+            state = await self.read_state(stage, placement, number, timeout)
         except PeerRefused:
             raise
         except PeerLost:
@@ -209,13 +189,10 @@ class ClusterStages:
     def _cpu_s_of(self, node: NodeId, placement: PlacementId, stage: int) -> float | None:
         """The CPU time of a runner, by its node; None: it serves nothing there."""
         if node == self._self:
-            return self._local.cpu_s_of(placement, stage)
+            return self.local.cpu_s_of(placement, stage)
         states = self._cluster.stages(node)
         own = (s.cpu_s for s in states if (s.placement, s.stage) == (placement, stage))
         return next(own, 0.0) or None
-
-    async def forget(self, stage: Endpoint) -> None:
-        await self._runners.forget(stage)
 
     def near(self, stage: Endpoint) -> Endpoint:
         """At the address that this node reaches it at quickest."""

@@ -4,9 +4,10 @@ import asyncio
 import logging
 import re
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any, Final, NoReturn, Protocol
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
 
 import grpc
 import grpc.aio
@@ -50,32 +51,22 @@ NODE_SERVER_OPTIONS = (
 _PLACEMENT: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
-class NodeSide(Protocol):
-    """The node behind the services."""
+@dataclass(frozen=True, slots=True)
+class NodeCalls:
+    """What the node does for the calls of its peers."""
 
-    def answer_heartbeat(self, sender: NodeId, beat: pb.Heartbeat) -> pb.Heartbeat:
-        """Takes a peer's heartbeat and returns this node's."""
-        ...
-
-    async def load_stage(
-        self, spec: pb.StageSpec, progress: Callable[[pb.LoadProgress], None]
-    ) -> pb.LoadReady: ...
-
-    async def unload_stage(self, placement: PlacementId, stage: int, *, kill: bool) -> None: ...
-
-    async def decide_join(self, decision: pb.JoinDecision) -> pb.JoinDecided:
-        """Decides on a node that waits here, as a person did at another node."""
-        ...
-
-    def answer_http(self, request: pb.HttpRequest) -> AsyncIterator[pb.HttpChunk]:
-        """Answers a request that another node forwarded to this head."""
-        ...
-
-    def acquire(self, request: pb.AcquireRequest) -> AsyncGenerator[pb.AcquireEvent, None]:
-        """Claims a placement of this head for an answer; see `claims.Claims`."""
-        ...
-
-    def report(self, report: pb.AttemptReport) -> None: ...
+    answer_heartbeat: Callable[[NodeId, pb.Heartbeat], pb.Heartbeat]
+    """Merges a peer's heartbeat and returns this node's. Raises if the sender may not join."""
+    load_stage: Callable[[pb.StageSpec, Callable[[pb.LoadProgress], None]], Awaitable[pb.LoadReady]]
+    unload_stage: Callable[[PlacementId, int, bool], Awaitable[None]]
+    """The last argument: whether the runner is killed without asking it first."""
+    decide_join: Callable[[pb.JoinDecision], Awaitable[pb.JoinDecided]]
+    """Decides on a node that waits here, as a person did at another node."""
+    answer_http: Callable[[pb.HttpRequest], AsyncIterator[pb.HttpChunk]]
+    """Answers a request that another node forwarded to this head, by this node's own API."""
+    acquire: Callable[[pb.AcquireRequest], AsyncGenerator[pb.AcquireEvent]]
+    """Claims a placement of this head for an answer; see `claims.Claims`."""
+    report: Callable[[pb.AttemptReport], None]
 
 
 async def _refuse(context: "Context", fault: ExoNodeError) -> NoReturn:
@@ -89,7 +80,7 @@ async def _refuse(context: "Context", fault: ExoNodeError) -> NoReturn:
 
 
 class _MembershipService(peer_pb2_grpc.MembershipServicer):
-    def __init__(self, node: NodeSide) -> None:
+    def __init__(self, node: NodeCalls) -> None:
         self._node = node
         self._logged: set[tuple[str, str]] = set()
 
@@ -137,7 +128,7 @@ def _check_stage(spec: pb.StageSpec) -> None:
 
 
 class ControlService(peer_pb2_grpc.ControlServicer):
-    def __init__(self, node: NodeSide) -> None:
+    def __init__(self, node: NodeCalls) -> None:
         self._node = node
 
     async def LoadStage(
@@ -173,7 +164,7 @@ class ControlService(peer_pb2_grpc.ControlServicer):
         context: "Context",
     ) -> pb.UnloadStageReply:
         placement = PlacementId(request.placement)
-        await self._node.unload_stage(placement, request.stage, kill=request.kill)
+        await self._node.unload_stage(placement, request.stage, request.kill)
         return pb.UnloadStageReply()
 
     async def Http(
@@ -243,7 +234,7 @@ class ControlServer:
 
     def __init__(
         self,
-        node: NodeSide,
+        node: NodeCalls,
         credentials: Credentials,
         links: LinkService,
         files: ModelFilesService,

@@ -50,10 +50,10 @@ class RunnerClient:
         call = stub.Connect(request, timeout=self._timing.slow_reply_s)
         _ = await reply(call, f"the runner on {stage.node}")
 
-    async def ping(
+    async def read_state(
         self, stage: Endpoint, placement: PlacementId, number: int, timeout_s: float
     ) -> pb.RunnerState:
-        """Reads the state of a runner, whose event loop is never busy. Raises PeerLost."""
+        """The state of a runner, whose event loop is never busy. Raises PeerLost."""
         stub = peer_pb2_grpc.RunnerStub(self._channel(stage))
         request = pb.PingRequest(placement=placement, stage=number)
         call = stub.Ping(request, timeout=timeout_s)
@@ -71,7 +71,7 @@ class RunnerClient:
     async def generate(
         self, endpoint: Endpoint, request: pb.GenerateRequest
     ) -> AsyncGenerator[pb.GenerateEvent, None]:
-        """See `chat.Generators`."""
+        """See `chat.Runners`."""
         stub = peer_pb2_grpc.GeneratorStub(self._channel(endpoint))
         where = f"the generator's runner on {endpoint.node}"
         async with aclosing(stream(stub.Generate(request), where)) as events:
@@ -90,9 +90,9 @@ class RunnerClient:
         call = stub.FindPrefix(request, timeout=self._timing.reply_s)
         return await reply(call, f"the generator's runner on {endpoint.node}")
 
-    async def forget(self, endpoint: Endpoint) -> None:
+    async def forget(self, stage: Endpoint) -> None:
         """Closes the channel to a runner that ended: another process may get its port."""
-        await self._channels.drop(f"{endpoint.ready.host}:{endpoint.ready.port}")
+        await self._channels.drop(f"{stage.ready.host}:{stage.ready.port}")
 
     def _channel(self, endpoint: Endpoint) -> grpc.aio.Channel:
         address = f"{endpoint.ready.host}:{endpoint.ready.port}"

@@ -133,7 +133,7 @@ class Nothing:
 
 
 class Node:
-    """`NodeSide` over a real Cluster; stages are noted."""
+    """The heartbeats of `NodeCalls` over a real Cluster."""
 
     def __init__(self, events: EventLog | None = None) -> None:
         standing = ClusterState(NodeId("a"), 1000, Disk(), 0.0, LAN, wait_s=0.0)

@@ -10,7 +10,7 @@ DEMO = ModelId("demo")
 
 def test_totals_are_the_sums_of_the_stats_with_both_shares_of_acceptance() -> None:
     totals = Totals()
-    totals.add(DEMO, 7, stats_of(7, cached_tokens=40, batched_tokens=5), prompt_tokens=50)
+    totals.add(DEMO, 7, stats_of(7, cached_tokens=40, batched_tokens=5), prompt=50)
     totals.add(DEMO, 9, stats_of(9, accepted_per_position=(2, 1, 1), draft_k_histogram=(1, 0, 2)))
     totals.add(DEMO, 4, stats_of(4, acceptance_rule="coupled", draft_policy="adaptive"))
     copied = {"lookup_rounds": 2, "lookup_proposed_tokens": 4, "lookup_accepted_tokens": 3}

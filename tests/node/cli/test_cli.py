@@ -304,8 +304,8 @@ def test_stop_waits_for_a_node_as_long_as_it_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its answers may take longer than anybody would wait for a node that hangs."""
-    monkeypatch.setattr("exo_node.node.cli.start._TIMEOUT_S", 0.5)
-    monkeypatch.setattr("exo_node.node.cli.start._LOOK_S", 0.1)
+    monkeypatch.setattr("exo_node.node.cli.start.TIMES.stop_silence_s", 0.5)
+    monkeypatch.setattr("exo_node.node.cli.start.TIMES.health_s", 0.1)
     paths: list[str] = []
 
     class Health(http.server.BaseHTTPRequestHandler):
@@ -335,7 +335,7 @@ def test_stop_waits_for_a_node_as_long_as_it_answers(
 def test_stop_gives_up_on_a_node_that_does_not_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("exo_node.node.cli.start._TIMEOUT_S", 0.2)
+    monkeypatch.setattr("exo_node.node.cli.start.TIMES.stop_silence_s", 0.2)
     with holder(tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)") as process:
         result = CliRunner().invoke(app, ["stop", "--data-dir", str(tmp_path)])
         assert result.exit_code == 1

@@ -115,7 +115,6 @@ def test_this_machine_is_described() -> None:
     hardware = detect_hardware(set(), memory_limit=10**9)
     assert hardware.chip
     assert hardware.total_bytes == psutil.virtual_memory().total
-    assert 0 < hardware.available_bytes <= hardware.total_bytes
     assert hardware.usable_bytes == 10**9
     assert hardware.bandwidth > 0
 
@@ -191,7 +190,7 @@ def test_the_gpu_that_is_described_is_the_first_that_cuda_shows(
 
 def test_products_of_float32_are_none_where_kernels_are_mlxs() -> None:
     def hardware(products: str) -> Hardware:
-        return Hardware("Xeon", "cpu", 1, 1, 1, 1.0, products)
+        return Hardware("Xeon", "cpu", 1, 1, 1.0, products)
 
     assert hardware(OWN).products_with("auto") == OWN
     assert hardware(OWN).products_with("mlx") == "EXO_KERNELS is mlx"

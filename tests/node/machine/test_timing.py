@@ -47,19 +47,6 @@ CONSTANTS = {
     "node/api/guard.py": {"BODY_TIMEOUT_S"},
     "node/machine/open_files.py": {"LOG_EVERY_S"},
     "node/runners/supervisor.py": {"STRAY_PERIOD_S"},
-    # A command's own timeouts.
-    "node/cli/client.py": {"_CONNECT_TIMEOUT_S", "_READ_TIMEOUT_S"},
-    "node/cli/start.py": {"_TIMEOUT_S", "_POLL_S", "_LOOK_S"},
-    "node/cli/join.py": {"_APPROVE_S", "_REKEY_S"},
-    "node/cli/bench.py": {"_MEASURE_LIMIT_S"},
-    "node/cli/child.py": {"END_S"},
-    "node/cli/doctor.py": {"_DIAL_S", "_SILENT_S", "_CLOCKS_S"},
-    "node/cli/launch.py": {"_FILE_AGE_S"},
-    "node/cli/service.py": {"_WITHIN_S", "_STOP_S"},
-    "node/cli/top.py": {"_EVERY_S"},
-    "node/cli/model_choice.py": {"_LIST_S"},
-    "node/cli/load.py": {"_LOOK_S"},
-    "node/cli/get_models.py": {"_LINE_EVERY_S", "_DRAWN_EVERY_S"},
     # The lifetime of a preflight in a browser's cache.
     "node/api/origins.py": {"_PREFLIGHT_S"},
 }

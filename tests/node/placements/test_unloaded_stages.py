@@ -46,7 +46,7 @@ class Head:
         parts: dict[str, Any] = {
             "local": None,
             "client": self.other,
-            "runners": None,
+            "channels": None,
             "profiling": Profiling(),
         }
         cluster = self.node.cluster

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from exo_node.node.rpc.control_server import ControlServer, NodeSide
+from exo_node.node.rpc.control_server import ControlServer, NodeCalls
 from exo_node.node.rpc.link_rpc import LinkService
 from exo_node.node.rpc.model_files import FileSource, ModelFilesService
 from exo_node.node.trust.certificates import (
@@ -56,7 +56,7 @@ async def served(side: NoNode) -> AsyncGenerator[tuple[str, Identity]]:
 
         links = LinkService(measure)
         files = ModelFilesService(cast(FileSource, side), lambda: False)
-        server = ControlServer(cast(NodeSide, side), node_credentials(identity, KEY), links, files)
+        server = ControlServer(cast(NodeCalls, side), node_credentials(identity, KEY), links, files)
         port = await server.start(["127.0.0.1"], 0)
         try:
             yield f"127.0.0.1:{port}", identity

@@ -112,7 +112,7 @@ async def test_a_ping_whose_channel_another_answer_closes_is_a_lost_peer(tmp_pat
     channels = Channels(node_credentials(identity, key))
     client = RunnerClient(channels, LAN)
     endpoint = Endpoint(identity.node, pb.LoadReady(host="127.0.0.1", port=port))
-    pinging = asyncio.ensure_future(client.ping(endpoint, PlacementId("p"), 0, 60))
+    pinging = asyncio.ensure_future(client.read_state(endpoint, PlacementId("p"), 0, 60))
     _ = await asyncio.wait_for(silent.has_ping.wait(), 30)
     [deadline_s] = silent.deadlines_s
     assert LAN.slow_reply_s < deadline_s <= 60, "a ping has its caller's timeout"

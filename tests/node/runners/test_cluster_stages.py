@@ -43,7 +43,7 @@ class Runners:
 
     fault: PeerLost | None = None
 
-    async def ping(self, _stage: Endpoint, _p: PlacementId, _n: int, timeout_s: float) -> Any:
+    async def read_state(self, _stage: Endpoint, _p: PlacementId, _n: int, timeout_s: float) -> Any:
         self.timeouts.append(timeout_s)
         if self.fault is not None:
             raise self.fault
@@ -70,7 +70,9 @@ def of(node: NodeId) -> tuple[Endpoint, PlacementId, int]:
 
 def stages(exchange_s: float, local: Local, runners: Runners) -> ClusterStages:
     cluster, unused = cast(Any, HeartbeatTimes({THERE: exchange_s}, local)), cast(Any, None)
-    return ClusterStages(cast(Any, local), cluster, unused, cast(Any, runners), unused, LAN)
+    each = ClusterStages(cast(Any, local), cluster, unused, unused, unused, LAN)
+    each.read_state = cast(Any, runners).read_state
+    return each
 
 
 def patience(node: NodeId, exchange_s: float) -> float:
