@@ -26,7 +26,7 @@ from ..chat.requests import (
     TextDelta,
 )
 from .bodies import ignored_header, parse_body, read_with
-from .choices import NumberedEvent, choice_requests, joined, merged
+from .choices import LogprobLimit, NumberedEvent, choice_requests, joined, merged
 from .dialects import EVENT_STREAM, Body, Dialect, Exchange, Renderer, WholeAnswer, wire_format
 from .errors import fault_of
 from .long_bodies import json_response
@@ -89,11 +89,12 @@ class Answering:
         generations = [await self.profiled(of_client(request, each)) for each in prompts]
         count = len(exchange.renderers) // len(prompts)
         choices = [choice for each in generations for choice in choice_requests(each, count)]
+        logprobs = None if exchange.stream else LogprobLimit(choices)
         streams = [self.chat.stream(choice) for choice in choices]
         events = attended(merged(streams), request.receive, silence)
-        if not exchange.stream:
+        if logprobs is not None:
             async with aclosing(events):
-                answers, ends = await _collect(events, len(choices))
+                answers, ends = await _collect(events, len(choices), logprobs)
             headers = ignored_header([*exchange.ignored, *answers[0].notes], path)
             triples = zip(exchange.renderers, answers, ends, strict=True)
             bodies = [r.whole(answer, end) for r, answer, end in triples]
@@ -131,7 +132,9 @@ async def read(request: Request, dialect: Dialect[Body]) -> Exchange:
     )
 
 
-async def _collect(events: Events, count: int) -> tuple[list[WholeAnswer], list[Finished]]:
+async def _collect(
+    events: Events, count: int, limit: LogprobLimit
+) -> tuple[list[WholeAnswer], list[Finished]]:
     """Reads all choices to their ends."""
     answers, ends = [WholeAnswer() for _ in range(count)], dict[int, Finished]()
     async for numbered in events:
@@ -139,6 +142,8 @@ async def _collect(events: Events, count: int) -> tuple[list[WholeAnswer], list[
             continue
         number, event = numbered
         if not isinstance(event, Finished):
+            if isinstance(event, PromptLogprobs | TextDelta):
+                limit.add(event.logprobs)
             _add(answers[number], event)
             continue
         ends[number] = event

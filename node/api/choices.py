@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Final
 
+from ...placement.errors import InvalidRequest
 from ...placement.ids import RequestId
-from ..chat.requests import AnswerProgress, Event, Finished, GenerationRequest
+from ..chat.requests import AnswerProgress, Event, Finished, GenerationRequest, TokenLogprob
 from ..machine.tasks import cancel
 from .sse import DONE, data
 
@@ -20,6 +21,9 @@ MAX_CHOICES: Final = 8
 
 MAX_TOGETHER: Final = 16
 """Choices that are answered at a time: as many requests run at once on a model."""
+
+MAX_LOGPROBS: Final = 1_000_000
+"""Log-probabilities of an answer that is not streamed: its node holds some 170 MB of them."""
 
 NumberedEvent = tuple[int, Event]
 """An event with the number of its choice."""
@@ -38,6 +42,34 @@ def choice_requests(request: GenerationRequest, count: int) -> list[GenerationRe
         )
         for number in range(count)
     ]
+
+
+class LogprobLimit:
+    """Bounds the log-probabilities of all choices of one answer that is not streamed.
+
+    Raises InvalidRequest: at once where `max_tokens` of the choices allows more, else when they
+    have come to more.
+    """
+
+    def __init__(self, requests: Sequence[GenerationRequest]) -> None:
+        self._count = 0
+        asking = [each for each in requests if each.top_logprobs is not None]
+        declared = sum((1 + (r.top_logprobs or 0)) * (r.max_tokens or 0) for r in asking)
+        self._check(declared, "may come to")
+
+    def add(self, entries: Sequence[TokenLogprob]) -> None:
+        if entries:
+            self._count += sum(1 + len(entry.top) for entry in entries)
+            self._check(self._count, "came to")
+
+    def _check(self, count: int, verb: str) -> None:
+        if count > MAX_LOGPROBS:
+            raise InvalidRequest(
+                f"'logprobs': those of all choices and alternatives {verb} {count:,}, and a whole "
+                f'body has at most {MAX_LOGPROBS:,}; set "stream": true, or ask for fewer '
+                "alternatives, choices or tokens (max_tokens)",
+                param="logprobs",
+            )
 
 
 async def merged(streams: Sequence[AsyncGenerator[Event]]) -> AsyncGenerator[NumberedEvent]:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import FINISHED
-from http_node import BODIES
+from fakes import FINISHED, repeats
+from http_node import BODIES, serving_fakes
 from stored import serving_stored, store_in
 
 from exo_node.node.api.choices import joined
@@ -147,3 +147,47 @@ def test_a_long_body_needs_little_memory_beside_its_answer() -> None:
     finally:
         tracemalloc.stop()
     assert size > 3_000_000 and peak < 3_000_000
+
+
+CHAT_LOGPROBS = {"logprobs": True, "top_logprobs": 20}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "is_refused_at_once"),
+    [
+        ("/v1/chat/completions", {**CHAT_LOGPROBS, "n": 8, "max_tokens": 6000}, True),
+        ("/v1/chat/completions", {**CHAT_LOGPROBS, "max_tokens": 50_000}, True),
+        ("/v1/completions", {"logprobs": 5, "max_tokens": 200_000}, True),
+        ("/v1/completions", {"logprobs": 5, "prompt": ["a"] * 16, "max_tokens": 20_000}, True),
+        ("/v1/chat/completions", CHAT_LOGPROBS, False),
+        ("/v1/chat/completions", {**CHAT_LOGPROBS, "n": 8}, False),
+        ("/v1/completions", {"logprobs": 5, "n": 4, "max_tokens": None}, False),
+        ("/v1/completions", {"logprobs": 5, "echo": True, "max_tokens": 0}, False),
+    ],
+)
+def test_the_log_probabilities_of_a_whole_answer_are_bounded(
+    path: str, fields: dict[str, Any], is_refused_at_once: bool
+) -> None:
+    with serving_fakes() as node:
+        event = PromptLogprobs(ENTRIES) if "echo" in fields else TextDelta("w", (1,), ENTRIES)
+        node.chat.scripts["demo"] = repeats(event)
+        reply = node.ask("POST", path, {"model": "demo", **BODIES[path], **fields})
+        error = reply.json["error"]
+        assert (reply.status, error["param"]) == (400, "logprobs")
+        assert '"stream": true' in error["message"] and "1,000,000" in error["message"]
+        if is_refused_at_once:
+            assert not node.chat.requests and not node.chat.streams
+            return
+        assert node.chat.closed.wait(30) and node.chat.open == 0
+        assert node.chat.events <= 100
+
+
+def test_answers_within_the_limit_or_streamed_are_given() -> None:
+    with serving_fakes() as node:
+        path = "/v1/chat/completions"
+        body = {"model": "demo", **BODIES[path], **CHAT_LOGPROBS, "n": 8, "max_tokens": 5900}
+        assert node.ask("POST", path, body).status == 200
+        longer = {**body, "max_tokens": 32_000, "stream": True}
+        assert node.ask("POST", path, longer).status == 200
+        without = {**body, "logprobs": False, "top_logprobs": None, "max_tokens": 10_000_000}
+        assert node.ask("POST", path, without).status == 200
