@@ -17,19 +17,21 @@ def notice(
 
     `code`: the digits that it shows. Empty where it neither asks nor is asked.
     """
-    parties = {each.node: each for each in (own, *asked, *asking)}
-    counts = Counter(each.name for each in parties.values())
+    parties = {each.node: each for each in (*asked, *asking) if each.node != own.node}
+    counts = Counter([own.name, *(each.name for each in parties.values())])
 
     def named(each: PeerIdentity) -> str:
         return each.name if counts[each.name] == 1 else f"{each.name} ({each.node[:8]})"
 
-    others = [named(each) for id, each in parties.items() if id != own.node]
+    others = [*map(named, parties.values())]
     if not others:
         return ""
     more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
     lines = [f"Other nodes here: {', '.join(others[:_NAMED])}{more}."]
     if asked:
-        lines += [f"To let this one ({named(own)}) in, run there:  exo-node approve {spaced(code)}"]
+        # With its id: an impostor of its name may ask beside it, which only the others see.
+        who = f"{own.name}, {own.node[:8]}"
+        lines += [f"To let this one ({who}) in, run there:  exo-node approve {spaced(code)}"]
     if asking:
         lines += [f"To let one of them in here:  {own_command()} approve DIGITS NAME"]
         lines += ["  with the digits that it shows itself"]

@@ -87,7 +87,8 @@ def test_joining_is_one_block_on_a_terminal(tmp_path: Path) -> None:
         _node_on_a_terminal(tmp_path / "mini", "--no-mdns", "--peer", f"127.0.0.1:{port}") as mini,
     ):
         _ = studio.wait_for("To let one of them in here: .* approve DIGITS NAME")
-        block = mini.wait_for(r"To let this one \(mini\) in, run there: .* approve (\d+ \d+)")
+        this_one = r"To let this one \(mini, \w{8}\) in"
+        block = mini.wait_for(this_one + r", run there: .* approve (\d+ \d+)")
         time.sleep(1)
         text = mini.read()
         assert text.count(block.group(1)) == 1

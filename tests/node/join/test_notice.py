@@ -14,7 +14,7 @@ DESK = replace(party("c"), name="desk")
 def test_a_new_node_beside_others_names_them_and_both_commands() -> None:
     assert notice(MINI, [STUDIO, DESK], [DESK], "445143").split("\n") == [
         "Other nodes here: studio, desk.",
-        "To let this one (mini) in, run there:  exo-node approve 445 143",
+        f"To let this one (mini, {MINI.node[:8]}) in, run there:  exo-node approve 445 143",
         "To let one of them in here:  exo-node approve DIGITS NAME",
         "  with the digits that it shows itself",
     ]
@@ -28,7 +28,7 @@ def test_each_side_alone_says_only_what_it_can_do() -> None:
 
 def test_nodes_of_one_name_are_told_apart_by_their_ids() -> None:
     block = notice(MINI, [replace(STUDIO, name="mini")], [], "445143")
-    assert f"mini ({STUDIO.node[:8]})" in block and f"this one (mini ({MINI.node[:8]}))" in block
+    assert f"mini ({STUDIO.node[:8]})" in block and f"this one (mini, {MINI.node[:8]})" in block
 
 
 def test_many_nodes_are_counted() -> None:
