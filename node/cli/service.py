@@ -20,9 +20,9 @@ from .times import TIMES
 UNIT: Final = "exo-node.service"
 LABEL: Final = "exo-node.node"
 
-_NO_BUS: Final = (
-    "this user has no session: log in on the machine itself, or run `sudo loginctl enable-linger "
-    "$USER`, log in again and repeat the command"
+_NO_MANAGER: Final = (
+    "your services run while you are logged in on the machine itself; on Linux `sudo loginctl "
+    "enable-linger $USER` starts them without that: log in again then, and repeat the command"
 )
 
 service = group("Run the node whenever you are logged in.")
@@ -37,6 +37,10 @@ class Manager(Protocol):
         ...
 
     def text(self, command: list[str]) -> bytes: ...
+
+    def answers(self) -> list[str]:
+        """A command that changes nothing, and succeeds where this user's manager runs."""
+        ...
 
     def start(self) -> list[list[str]]:
         """The commands that load the definition and start the service."""
@@ -78,6 +82,9 @@ class Systemd:
         ]
         return "\n".join(lines).encode()
 
+    def answers(self) -> list[str]:
+        return ["systemctl", "--user", "show-environment"]
+
     def start(self) -> list[list[str]]:
         base = ["systemctl", "--user"]
         return [[*base, "daemon-reload"], [*base, "enable", UNIT], [*base, "restart", UNIT]]
@@ -118,6 +125,9 @@ class Launchd:
             }
         )
 
+    def answers(self) -> list[str]:
+        return ["launchctl", "print", f"gui/{self.uid}"]
+
     def start(self) -> list[list[str]]:
         return [["launchctl", "bootstrap", f"gui/{self.uid}", str(self.file)]]
 
@@ -150,16 +160,17 @@ def install(data_dir: DataDir = None) -> None:
     """
     manager = manager_of(sys.platform)
     folder = client_settings(None, data_dir).data_dir.absolute()
+    if fault := _run(manager.answers()):
+        raise ExoNodeError(
+            f"nothing was installed: `{' '.join(manager.answers())}`: {fault}; {_NO_MANAGER}"
+        )
     manager.file.parent.mkdir(parents=True, exist_ok=True)
     if manager.file.exists() and sys.platform == "darwin":
         _ = _run(manager.stop()[0])
     replace_private(manager.file, manager.text([*_program(), "start", "--data-dir", str(folder)]))
     for command in manager.start():
         if fault := _run(command):
-            remedy = f"; {_NO_BUS}" if "bus" in fault.lower() else ""
-            raise ExoNodeError(
-                f"{manager.file} is written, but `{' '.join(command)}`: {fault}{remedy}"
-            )
+            raise ExoNodeError(f"{manager.file} is written, but `{' '.join(command)}`: {fault}")
     note(f"the node runs as a service, defined in {manager.file}")
 
 

@@ -23,13 +23,17 @@ def run(tmp_path: Path) -> Service:
         pytest.skip("systemd is Linux's")
     systemctl = tmp_path / "bin" / "systemctl"
     systemctl.parent.mkdir()
-    _ = systemctl.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nexit $EXIT\n')
+    _ = systemctl.write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\ncase "$*" in *"$FAILS"*) echo "Failed to connect to bus" >&2; exit $EXIT;; esac\n'
+    )
     systemctl.chmod(0o755)
 
-    def service(*words: str, exit: int = 0) -> "subprocess.CompletedProcess[str]":
+    def service(*words: str, exit: int = 0, fails: str = "") -> "subprocess.CompletedProcess[str]":
         path = f"{systemctl.parent}{os.pathsep}{os.environ['PATH']}"
         config = str(tmp_path / "config")
-        return exo_node("service", *words, PATH=path, XDG_CONFIG_HOME=config, EXIT=str(exit))
+        return exo_node(
+            "service", *words, PATH=path, XDG_CONFIG_HOME=config, EXIT=str(exit), FAILS=fails
+        )
 
     return service
 
@@ -45,6 +49,7 @@ def test_it_is_installed_listed_and_removed(run: Service, tmp_path: Path) -> Non
     unit = tmp_path / "config" / "systemd" / "user" / "exo-node.service"
     assert f'"start" "--data-dir" "{tmp_path}/a folder"' in unit.read_text()
     assert calls(tmp_path) == [
+        "--user show-environment",
         "--user daemon-reload",
         "--user enable exo-node.service",
         "--user restart exo-node.service",
@@ -57,8 +62,19 @@ def test_it_is_installed_listed_and_removed(run: Service, tmp_path: Path) -> Non
 
 
 def test_a_manager_that_refuses_is_an_error(run: Service) -> None:
-    result = run("install", exit=1)
+    result = run("install", exit=1, fails="daemon-reload")
     assert result.returncode == 1 and "daemon-reload" in result.stderr
+
+
+def test_nothing_is_written_where_no_manager_of_this_user_runs(
+    run: Service, tmp_path: Path
+) -> None:
+    result = run("install", exit=1)
+    assert result.returncode == 1
+    assert result.stderr.startswith("exo-node: nothing was installed: `systemctl --user")
+    assert "Failed to connect to bus" in result.stderr and "enable-linger" in result.stderr
+    assert not (tmp_path / "config" / "systemd").exists()
+    assert run("status").stdout.startswith("not installed")
 
 
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
