@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol
 
 import typer
 
-from ...placement.errors import ExoNodeError
+from ...placement.errors import ExoNodeError, InvalidRequest
 from ..machine.log import escape_controls
 from .client import ApiEndpoint, Comment, call, locate, stream
 from .flags import AsJson, DataDir, LocalPort, client_settings, models_on_disk
@@ -46,6 +46,9 @@ _NUMBERS: Final[Mapping[str, type[int] | type[float]]] = {
     "max_tokens": int,
     "seed": int,
 }
+_K: Final = "num_draft_tokens"
+_ANY_K: Final = 1 << 30
+_ANY_MESSAGES: Final = [{"role": "user", "content": "?"}]
 _FENCE: Final = '"""'
 
 _Prompt = Annotated[
@@ -140,7 +143,12 @@ def _pick_model(endpoint: ApiEndpoint) -> str:
 def _converse(endpoint: ApiEndpoint, model: str | None, options: Json, folder: Path) -> None:
     entries = call(endpoint, "/v1/models", timeout_s=60).get("data", [])
     models = tuple(str(entry["id"]) for entry in entries if not entry.get("error"))
-    session = ChatSession(model or _pick_model(endpoint), models, options)
+    depths = {
+        str(entry["id"]): int(head["max_k"])
+        for entry in entries
+        if (head := entry.get("native_mtp")) and head.get("max_k")
+    }
+    session = ChatSession(model or _pick_model(endpoint), models, options, depths=depths)
     terminal = Terminal(folder, tuple(f"/model {id}" for id in models))
     run(session, terminal, lambda body: stream(endpoint, _CHAT, body))
 
@@ -167,6 +175,8 @@ class ChatSession:
     system: str = ""
     messages: list[Json] = field(default_factory=list[Json])
     stats: Mapping[str, Any] | None = None
+    depths: Mapping[str, int] = field(default_factory=dict[str, int])
+    """The most drafts a round of each model that has a draft head."""
 
     def body(self) -> Json:
         """The request for the next answer."""
@@ -188,7 +198,7 @@ class ChatSession:
             case "set":
                 return self._set(rest.split())
             case "k":
-                return self._number("num_draft_tokens", rest.strip() or "-", int)
+                return self._draft(rest.strip() or "-")
             case "stats":
                 return stats_line(self.stats) if self.stats else "nothing was answered yet"
             case "clear":
@@ -208,7 +218,18 @@ class ChatSession:
         if self.models and id not in self.models:
             return f"{escape_controls(id)} is not on this cluster; {', '.join(self.models)} are"
         self.model = id
-        return f"{id} answers from now on"
+        reply = f"{id} answers from now on"
+        if self.options.get(_K, 0) > self.depths.get(id, _ANY_K):
+            reply += f"; {self._number(_K, '-', int)}"
+        return reply
+
+    def _draft(self, text: str) -> str:
+        most = self.depths.get(self.model, _ANY_K)
+        if text.isdecimal() and int(text) > most:
+            return f"{self.model} drafts at most {most} tokens a round; /k 0 to /k {most}"
+        reply = self._number(_K, text, int)
+        no_head = self.depths and most == _ANY_K and self.options.get(_K)
+        return f"{reply}, without effect: {self.model} has no draft head" if no_head else reply
 
     def _set(self, words: list[str]) -> str:
         if not words:
@@ -223,9 +244,12 @@ class ChatSession:
             _ = self.options.pop(name, None)
             return f"{name} is the model's own"
         try:
-            self.options[name] = kind(text)
+            value = kind(text)
         except ValueError:
             return f"{escape_controls(text)} is no {'number' if kind is float else 'whole number'}"
+        if refusal := _refusal({**self.body(), "messages": _ANY_MESSAGES, name: value}):
+            return refusal
+        self.options[name] = value
         return f"{name} is {self.options[name]}"
 
     def _save(self, name: str) -> str:
@@ -237,6 +261,18 @@ class ChatSession:
         except OSError as fault:
             return f"{escape_controls(name)} cannot be written: {fault.strerror}"
         return f"saved as {escape_controls(name)}"
+
+
+def _refusal(body: Json) -> str:
+    """Why the node would refuse a body; empty where it would not."""
+    from ..api.bodies import parse_body
+    from ..api.openai_schema import ChatBody
+
+    try:
+        _ = parse_body(json.dumps(body).encode(), ChatBody)
+    except InvalidRequest as fault:
+        return fault.message
+    return ""
 
 
 def run(session: ChatSession, lines: Lines, ask: Ask) -> None:

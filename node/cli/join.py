@@ -144,11 +144,15 @@ def leave(yes: Yes = False, port: LocalPort = None, data_dir: DataDir = None) ->
     Others are told, if the node runs.
     """
     from ..trust.cluster_key import KeyFolder
+    from ..trust.keys import KEY_FILE
 
     settings = client_settings(port, data_dir)
+    endpoint = find_node(settings)
+    if endpoint is None and not (settings.data_dir / KEY_FILE).exists():
+        raise ExoNodeError(f"no node was started on {settings.data_dir} yet: it is in no cluster")
     if not yes:
         confirm("Leave the cluster?")
-    if endpoint := find_node(settings):
+    if endpoint is not None:
         _ = call(endpoint, "/v1/join/leave", {})
         note(f"the node has left its cluster; {_ASKS_NO_MORE}")
         return

@@ -6,7 +6,14 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from ..trust.token_file import create_token, read_tokens, read_uses, revoke_token, turn_off
+from ..trust.token_file import (
+    check_new_name,
+    create_token,
+    read_tokens,
+    read_uses,
+    revoke_token,
+    turn_off,
+)
 from .flags import AsJson, DataDir, Yes, client_settings, group
 from .output import confirm, minute, note, print_json, print_table
 
@@ -31,6 +38,7 @@ def create(
     `exo-node token off`. A running node knows it at once.
     """
     folder = client_settings(None, data_dir).data_dir
+    check_new_name(name)
     if read_tokens(folder) is None and sys.stdin.isatty() and not (yes or as_json):
         confirm(f"{_FIRST} Make it?")
     elif read_tokens(folder) is None:

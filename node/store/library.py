@@ -238,7 +238,10 @@ class ModelLibrary:
             )
         if removal is not None:
             return removal
-        folder = self.get(ModelId(model)).folder
+        try:
+            folder = self.get(ModelId(model)).folder
+        except ModelNotFound as fault:
+            raise self._unknown(ModelId(model), here=True) from fault
         if folder is None:
             raise ModelNotFound(
                 f"{model} is not on this machine; there is nothing to delete", param="model"
@@ -341,14 +344,16 @@ class ModelLibrary:
             return KnownModel(card, None)
         return KnownModel(card, HubCache().locate(card.repository, card.revision))
 
-    def _unknown(self, model: ModelId) -> ModelNotFound:
-        near = nearest_ids(model, {*self._packaged, *self.scan()})
+    def _unknown(self, model: ModelId, *, here: bool = False) -> ModelNotFound:
+        """`here`: the error names models on this disk alone, and no download."""
+        known = {*self.scan(), *self.partial} - ({DEMO} if here else set())
+        near = nearest_ids(model, known if here else {*self._packaged, *known})
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
         name = str(model)[:200]
         # A folder that cannot be read may have that model.
         hint += f" {self._access_faults[0]}." if self._access_faults else ""
-        get = ", and `exo-node models recommend` others that fit, to download"
-        if name.count("/") == 1 and name.isprintable() and " " not in name:
+        get = "" if here else ", and `exo-node models recommend` others that fit, to download"
+        if not here and name.count("/") == 1 and name.isprintable() and " " not in name:
             get = f", and `exo-node models pull {name}` downloads that one if the hub has it"
         return ModelNotFound(
             f"no model {name!r} is on this machine.{hint} `exo-node models` lists those that "

@@ -99,7 +99,7 @@ def has_token(data_dir: Path) -> bool:
 
 def create_token(data_dir: Path, name: str) -> str:
     """Creates a token and returns its text, which is stored nowhere. Raises ExoNodeError."""
-    _check_new_name(name)
+    check_new_name(name)
     token = _PREFIX + secrets.token_urlsafe(_BYTES)
     stored = StoredToken(name=name, sha256=digest(token.encode()), created=int(time.time()))
     with _changing(data_dir):
@@ -163,8 +163,11 @@ def _check_name(name: str) -> None:
     )
 
 
-def _check_new_name(name: str) -> None:
-    """Checks that programs may put the name into a path or command; older tokens may differ."""
+def check_new_name(name: str) -> None:
+    """Checks that programs may put the name into a path or command; older tokens may differ.
+
+    Raises InvalidRequest.
+    """
     _check_name(name)
     if not name[0].isalnum() or not all(each.isalnum() or each in " ._@+-" for each in name):
         raise InvalidRequest(

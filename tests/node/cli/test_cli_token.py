@@ -78,6 +78,13 @@ def test_a_refusal_is_a_line_and_an_exit_code(
     assert (tmp_path / TOKENS_FILE).read_bytes() == before
 
 
+def test_a_name_is_checked_before_what_its_token_changes_is_said(tmp_path: Path) -> None:
+    refused = token(tmp_path, "create", "b\x1b[2J")
+    assert refused.exit_code == 1 and "1 to 64 printable" in refused.stderr
+    assert "first token" not in refused.stderr
+    assert "first token" in token(tmp_path, "create", "b").stderr
+
+
 @pytest.mark.parametrize("command", [("create", "b"), ("list",), ("revoke", "a")])
 def test_a_damaged_file_is_an_error_and_stays(tmp_path: Path, command: tuple[str, ...]) -> None:
     path = tmp_path / TOKENS_FILE

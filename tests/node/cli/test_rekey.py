@@ -1,5 +1,6 @@
 """`exo-node rekey`, over a stub of the node."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,13 @@ def test_a_new_key_that_missed_a_node_is_a_failure(
     assert result.exit_code == status, result.output
     assert "attic restart with the new cluster key" in result.stderr
     assert problem in result.stderr
+
+
+def test_a_folder_without_a_cluster_is_told_before_the_question(tmp_path: Path) -> None:
+    for words in (["leave"], ["leave", "--yes"]):
+        result = CliRunner().invoke(app, [*words, "--data-dir", str(tmp_path)])
+        assert result.exit_code == 1 and "it is in no cluster" in result.stderr, result.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

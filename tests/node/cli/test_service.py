@@ -23,9 +23,9 @@ def run(tmp_path: Path) -> Service:
         pytest.skip("systemd is Linux's")
     systemctl = tmp_path / "bin" / "systemctl"
     systemctl.parent.mkdir()
-    _ = systemctl.write_text(
-        f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\ncase "$*" in *"$FAILS"*) echo "Failed to connect to bus" >&2; exit $EXIT;; esac\n'
-    )
+    fault = 'echo "Failed to connect to bus" >&2; exit $EXIT'
+    record = f'echo "$@" >> {tmp_path}/calls'
+    _ = systemctl.write_text(f'#!/bin/sh\n{record}\ncase "$*" in *"$FAILS"*) {fault};; esac\n')
     systemctl.chmod(0o755)
 
     def service(*words: str, exit: int = 0, fails: str = "") -> "subprocess.CompletedProcess[str]":

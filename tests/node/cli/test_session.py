@@ -83,6 +83,14 @@ def test_settings_reach_the_request_and_are_taken_back() -> None:
         ("/set", "everything is the model's own"),
         ("/set color 3", "/set NAME VALUE"),
         ("/set top_k 1.5", "1.5 is no whole number"),
+        ("/set temperature -1", "'temperature'"),
+        ("/set temperature nan", "'temperature'"),
+        ("/set top_p 7", "'top_p'"),
+        ("/set max_tokens 0", "'max_tokens'"),
+        ("/set seed 99999999999999999999999", "'seed'"),
+        ("/k -1", "'num_draft_tokens'"),
+        ("/k 4", "demo drafts at most 3 tokens a round; /k 0 to /k 3"),
+        ("/k 3", "num_draft_tokens is 3"),
         ("/model nope", "nope is not on this cluster; demo, big are"),
         ("/stats", "nothing was answered yet"),
         ("/save", "/save FILE"),
@@ -91,7 +99,21 @@ def test_settings_reach_the_request_and_are_taken_back() -> None:
     ],
 )
 def test_a_command_says_what_it_did_or_what_is_wrong(line: str, reply: str) -> None:
-    assert reply in ChatSession("demo", ("demo", "big")).command(line)
+    session = ChatSession("demo", ("demo", "big"), depths={"demo": 3})
+    assert reply in session.command(line)
+    kept = {"num_draft_tokens": 3} if line == "/k 3" else {}
+    assert session.options == kept, "nothing that the next question is refused for"
+
+
+def test_drafts_follow_the_model_that_answers() -> None:
+    session = ChatSession("deep", ("deep", "demo", "plain"), depths={"deep": 5, "demo": 3})
+    assert session.command("/k 5") == "num_draft_tokens is 5"
+    reply = session.command("/model demo")
+    assert reply == "demo answers from now on; num_draft_tokens is the model's own"
+    assert session.options == {} and session.command("/k 2") == "num_draft_tokens is 2"
+    assert session.command("/model plain") == "plain answers from now on"
+    assert session.command("/k 9").endswith("without effect: plain has no draft head")
+    assert session.command("/k 0") == "num_draft_tokens is 0"
 
 
 def test_ctrl_c_ends_the_answer_and_keeps_what_was_said_of_it() -> None:

@@ -320,6 +320,8 @@ owner/huge   27.0 GB  4-bit   2 nodes       9.0       yes         no
 Speeds are estimates until a model has answered here.
 `exo-node models pull owner/huge` gets it"""
     )
+    alone = {**wider, "fits": _FIT}
+    assert "this machine  9.0" in recommendation_text([], [alone], place="this machine")
     assert recommendation_text([], []).startswith("no model that exo-node has a card of fits")
 
 

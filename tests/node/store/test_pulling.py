@@ -8,6 +8,7 @@ from models import make_checkpoint
 
 from exo_node.node.store.library import ModelLibrary
 from exo_node.placement.errors import ModelNotFound
+from exo_node.placement.ids import ModelId
 from exo_node.placement.library import packaged_cards
 
 MODEL = "Qwen/Qwen3.6-27B"
@@ -45,6 +46,28 @@ def test_a_model_is_deleted_by_its_own_id_where_its_card_names_another(
     assert not folder.exists()
     with pytest.raises(ModelNotFound, match="nothing to delete"):
         _ = library.removal(MODEL, tmp_path / "models")
+
+
+def test_only_models_on_the_disk_are_named_for_a_removal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    library = ModelLibrary((tmp_path / "mine",), offline=True)
+    near = "Qwen/Qwen3.6-27"
+    with pytest.raises(ModelNotFound, match=r"Did you mean Qwen/Qwen3\.6-27B"):
+        _ = library.get(ModelId(near))
+    with pytest.raises(ModelNotFound) as nothing:
+        _ = library.removal(near, tmp_path / "models")
+    assert "Did you mean" not in nothing.value.message and "pull" not in nothing.value.message
+    with pytest.raises(ModelNotFound) as demo:
+        _ = library.removal("demoo", tmp_path / "models")
+    assert "Did you mean" not in demo.value.message, "it is never deleted"
+    folder = tmp_path / "hub" / "models--me--Qwen3.6-mine"
+    _ = make_checkpoint(folder / "snapshots" / ("c" * 40), "llama")
+    (folder / "refs").mkdir()
+    _ = (folder / "refs" / "main").write_text("c" * 40)
+    with pytest.raises(ModelNotFound, match=r"Did you mean me/Qwen3\.6-mine\? `exo-node models`"):
+        _ = library.removal(near, tmp_path / "models")
 
 
 def test_a_repository_without_a_card_is_pulled_as_it_is_named(tmp_path: Path) -> None:
