@@ -5,12 +5,13 @@ import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol
 
 import typer
 
-from ...placement.errors import ExoNodeError, InvalidRequest
+from ...placement.errors import ExoNodeError
 from ..machine.log import escape_controls
 from .client import ApiEndpoint, Comment, call, locate, stream
 from .flags import AsJson, DataDir, LocalPort, client_settings, models_on_disk
@@ -48,7 +49,16 @@ _NUMBERS: Final[Mapping[str, type[int] | type[float]]] = {
 }
 _K: Final = "num_draft_tokens"
 _ANY_K: Final = 1 << 30
-_ANY_MESSAGES: Final = [{"role": "user", "content": "?"}]
+BOUNDS: Final[Mapping[str, tuple[float, float]]] = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "top_k": (0, 2**32 - 1),
+    "min_p": (0, 1),
+    "max_tokens": (1, 2**32 - 1),
+    "seed": (0, 2**64 - 1),
+    _K: (0, inf),
+}
+"""The least and the most that the node takes of each number; a model's K has a limit of its own."""
 _FENCE: Final = '"""'
 
 _Prompt = Annotated[
@@ -247,8 +257,10 @@ class ChatSession:
             value = kind(text)
         except ValueError:
             return f"{escape_controls(text)} is no {'number' if kind is float else 'whole number'}"
-        if refusal := _refusal({**self.body(), "messages": _ANY_MESSAGES, name: value}):
-            return refusal
+        least, most = BOUNDS[name]
+        if not least <= value <= most:  # NaN too
+            upto = f"to {most}" if most < inf else "or more"
+            return f"{name} is {escape_controls(text)}; give {least} {upto}"
         self.options[name] = value
         return f"{name} is {self.options[name]}"
 
@@ -261,18 +273,6 @@ class ChatSession:
         except OSError as fault:
             return f"{escape_controls(name)} cannot be written: {fault.strerror}"
         return f"saved as {escape_controls(name)}"
-
-
-def _refusal(body: Json) -> str:
-    """Why the node would refuse a body; empty where it would not."""
-    from ..api.bodies import parse_body
-    from ..api.openai_schema import ChatBody
-
-    try:
-        _ = parse_body(json.dumps(body).encode(), ChatBody)
-    except InvalidRequest as fault:
-        return fault.message
-    return ""
 
 
 def run(session: ChatSession, lines: Lines, ask: Ask) -> None:

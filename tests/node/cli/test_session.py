@@ -7,16 +7,20 @@ import select
 import subprocess
 import time
 from collections.abc import Iterable, Mapping
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 from api_stub import COMMAND, DEMO, Stub, as_events, as_json, environment, exo_node
 
+from exo_node.node.api.bodies import validated
+from exo_node.node.api.openai_schema import ChatBody
 from exo_node.node.cli import flags
-from exo_node.node.cli.chat import HELP, ChatSession, EndSession, Json, run
+from exo_node.node.cli.chat import BOUNDS, HELP, ChatSession, EndSession, Json, run
 from exo_node.node.cli.client import CallFailed, Comment
 from exo_node.node.cli.main import COMMANDS, FIRST
+from exo_node.placement.errors import InvalidRequest
 
 _CHAT = "/v1/chat/completions"
 WITHIN_S = 30.0
@@ -83,12 +87,12 @@ def test_settings_reach_the_request_and_are_taken_back() -> None:
         ("/set", "everything is the model's own"),
         ("/set color 3", "/set NAME VALUE"),
         ("/set top_k 1.5", "1.5 is no whole number"),
-        ("/set temperature -1", "'temperature'"),
-        ("/set temperature nan", "'temperature'"),
-        ("/set top_p 7", "'top_p'"),
-        ("/set max_tokens 0", "'max_tokens'"),
-        ("/set seed 99999999999999999999999", "'seed'"),
-        ("/k -1", "'num_draft_tokens'"),
+        ("/set temperature -1", "temperature is -1; give 0 to 2"),
+        ("/set temperature nan", "temperature is nan; give 0 to 2"),
+        ("/set top_p 7", "top_p is 7; give 0 to 1"),
+        ("/set max_tokens 0", "max_tokens is 0; give 1 to 4294967295"),
+        ("/set seed 99999999999999999999999", "; give 0 to "),
+        ("/k -1", "num_draft_tokens is -1; give 0 or more"),
         ("/k 4", "demo drafts at most 3 tokens a round; /k 0 to /k 3"),
         ("/k 3", "num_draft_tokens is 3"),
         ("/model nope", "nope is not on this cluster; demo, big are"),
@@ -103,6 +107,17 @@ def test_a_command_says_what_it_did_or_what_is_wrong(line: str, reply: str) -> N
     assert reply in session.command(line)
     kept = {"num_draft_tokens": 3} if line == "/k 3" else {}
     assert session.options == kept, "nothing that the next question is refused for"
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_the_bounds_are_those_of_the_api(name: str) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
+    least, most = BOUNDS[name]
+    for value in (least, *[most] * (most < inf)):
+        _ = validated({**body, name: value}, ChatBody)
+    for value in (least - 5, *[most + 1] * (most < inf)):
+        with pytest.raises(InvalidRequest, match=name):
+            _ = validated({**body, name: value}, ChatBody)
 
 
 def test_drafts_follow_the_model_that_answers() -> None:
