@@ -8,10 +8,9 @@ from .cluster import MeasuredLayer, NodeFacts
 
 UNMEASURED_BANDWIDTH = 50e9
 """Bytes a second of an unmeasured node: a plain laptop's, so that a measured node wins."""
-MOST_OVERHEAD_S = 1e-3
-"""No layer takes longer without its bytes; what is more than that is bandwidth not reached."""
-SLOWEST_READ = 4
-"""A layer that takes longer than so many times its bytes at full bandwidth does something else."""
+BULK_READ_S = 3e-4
+"""A layer whose bytes take less at full bandwidth shows nothing of the bandwidth that is reached:
+what else it does takes as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +28,18 @@ class Pace:
 def pace_of(node: NodeFacts) -> Pace:
     """By memory bandwidth alone, where nothing was measured.
 
-    The smallest layer that was measured shows the overhead, if its bytes cannot be what it takes
-    its time for. The largest one shows how much of the bandwidth is reached.
+    The smallest layer that was measured shows the overhead, if it is small. The largest one shows
+    how much of the bandwidth is reached, if it is large enough.
     """
     byte_s = 1 / bandwidth_of(node)
     if not node.measured:
         return Pace(0.0, byte_s)
     smallest, largest = min(node.measured), max(node.measured)
-    read_s, overhead_s = smallest.nbytes * byte_s, 0.0
-    if smallest.seconds > SLOWEST_READ * read_s:
-        overhead_s = min(smallest.seconds - read_s, MOST_OVERHEAD_S)
+    small_s, large_s = smallest.nbytes * byte_s, largest.nbytes * byte_s
+    overhead_s = max(0.0, smallest.seconds - small_s) if small_s < BULK_READ_S else 0.0
     reached = max(0.0, largest.seconds - overhead_s) / largest.nbytes
+    if large_s < BULK_READ_S:
+        return Pace(overhead_s, min(byte_s, largest.seconds / largest.nbytes))
     return Pace(overhead_s, max(reached, byte_s) if overhead_s else reached)
 
 
