@@ -1,4 +1,6 @@
-"""A runner process ends with its load."""
+"""A runner process ends with its load; what its answers show is reported."""
+
+# pyright: reportPrivateUsage=false
 
 import asyncio
 from dataclasses import replace
@@ -8,7 +10,7 @@ import psutil
 import pytest
 
 from exo_node.node.machine.timing import LAN
-from exo_node.node.runners.supervisor import RunnerHost, Supervisor
+from exo_node.node.runners.supervisor import RunnerHost, RunnerProcess, Status, Supervisor
 from exo_node.node.trust.certificates import Credentials
 from exo_node.proto import peer_pb2 as pb
 
@@ -46,3 +48,31 @@ async def test_a_cancelled_load_ends_its_runner(tmp_path: Path) -> None:
         assert not psutil.pid_exists(state.pid)
     finally:
         await supervisor.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "live", "reported"),
+    [("ready", 0, True), ("ready", 1, False), ("loading", 0, False), ("failed", 0, True)],
+)
+async def test_each_answer_shows_its_speed_once_and_none_beside_another_runner_at_work(
+    status: Status, live: int, reported: bool
+) -> None:
+    shown = list[tuple[str, float, float]]()
+
+    async def note(spec: pb.StageSpec, new: pb.RunnerState) -> None:
+        shown.append((spec.placement, new.step_s, new.mtp_speedup))
+
+    host = RunnerHost("a" * 20, "127.0.0.1", lambda: Credentials(b"", b"", b""), {}, LAN)
+    supervisor = Supervisor(host, lambda _, why: None, note)
+    runner, other = (
+        RunnerProcess(pb.StageSpec(placement=p), lambda _: None, supervisor._answered, LAN)
+        for p in ("p", "q")
+    )
+    supervisor._runners = {("p", 0): runner, ("q", 0): other}
+    other.status, other.state = status, pb.RunnerState(live_requests=live)
+    for answers, step_s, gain in [(1, 0.5, 0.0), (1, 0.5, 0.0), (2, 0.5, 0.0), (2, 0.5, 1.5)]:
+        before = runner.state
+        runner.state = pb.RunnerState(timed_answers=answers, step_s=step_s, mtp_speedup=gain)
+        await runner._on_state(before)
+    expected = [("p", 0.5, 0.0), ("p", 0.5, 0.0), ("p", 0.0, 1.5)]
+    assert shown == (expected if reported else [])

@@ -1,7 +1,10 @@
 """Plain steps that answers show: which count, and what does not move their median."""
 
+from driven import driven
+from engines import STORY, answer, request, split_engine
 from hypothesis import given
 from hypothesis import strategies as st
+from readers import Reader, engine, prompt
 
 from exo_node.shard.engine.step_times import ENOUGH, SHORT_ROWS, StepTimes
 
@@ -94,3 +97,29 @@ def test_an_answer_that_drafted_counts_by_what_its_rounds_let_expect() -> None:
     times.estimate(A, None)
     times.end(A)
     assert times.answers == 2
+
+
+def test_of_real_answers_only_those_that_were_alone_and_did_not_draft_show_steps() -> None:
+    served = engine(runs_ahead=False)
+
+    def told(*readers: Reader) -> int:
+        before = served.step_times.answers
+        driven(served, readers)
+        return served.step_times.answers - before
+
+    def reader(number: int, k: int = 0, begins: int = 0) -> Reader:
+        return Reader(request(prompt(number, 5), k, 3 * ENOUGH), begins, None, range(0))
+
+    assert told(reader(1)) == 1
+    assert 0 < served.step_times.seconds < 60
+    assert told(reader(2), reader(3)) == 0, "their forwards were shared"
+    assert told(reader(4, k=2)) == 0
+    assert told(reader(5)) == 1
+
+
+def test_each_stage_of_a_split_model_shows_its_own_steps() -> None:
+    first, workers, _ = split_engine([0, 15, 16])
+    _ = answer(first, request(STORY["prompt_ids"], max_tokens=3 * ENOUGH))
+    shown = [first.step_times, *(worker.step_times for worker in workers)]
+    assert [times.answers for times in shown] == [1, 1]
+    assert all(0 < times.seconds < 60 for times in shown)
