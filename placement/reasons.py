@@ -71,9 +71,9 @@ def _why_split(
     )
     alone = next((other for other in ranked if len(other.nodes) == 1), None)
     if options.layers:
-        cause = "layers asked for it"
+        cause = "this split was asked for"
     elif options.nodes:
-        cause = "nodes asked for them"
+        cause = "these nodes were asked for"
     elif options.min_nodes > 1:
         cause = f"min_nodes = {options.min_nodes} was asked for"
     elif alone is not None:

@@ -116,10 +116,11 @@ function KeyPrompt({ onKey }) {
 
   return html`
     <form class="key" onSubmit=${submit}>
-      <h2>This node asks for its API key</h2>
-      <p class="muted">It is kept for this browser tab only.</p>
+      <h2>This node asks for its API key or a token</h2>
+      <p class="muted">It is kept for this browser tab only. ${" "}
+        The link that <code>exo-node dashboard</code> prints on the node's machine needs neither.</p>
       <label>
-        API key
+        API key or token
         <input ref=${field} type="password" autocomplete="off" required spellcheck="false" />
       </label>
       ${refused.current && html`<p class="notice bad" role="alert" key=${tried}>

@@ -18,12 +18,13 @@ export function Place({ data, talk }) {
   const { page, failure } = useClients();
   const model = models.find(({ id }) => id === picked) ?? chosen(models, talk.current.options.model);
   const given = apiKey() !== "";
-  const facts = { model: model?.id ?? "demo", context: contextOf(model), key: apiKey() || "any" };
+  const command = data.cluster?.command ?? "exo-node";
+  const facts = { command, model: model?.id ?? "demo", context: contextOf(model), key: apiKey() || "any" };
   const masked = { ...facts, key: given && !shown ? HIDDEN : facts.key };
   return html`
     <div class="place">
       <p class="muted">This node speaks OpenAI's, Anthropic's and Ollama's dialects. ${" "}
-        ${given ? "It asks for its API key or a token." : html`Any key will do unless it was given one: then take that, or make a token with <code>${data.cluster?.command ?? "exo-node"} token create</code>.`}</p>
+        ${given ? "It asks for its API key or a token." : html`Any key will do unless it was given one: then take that, or make a token with <code>${command} token create NAME</code>.`}</p>
       <div class="line wrap">
         <label>Model
           <select value=${facts.model} onChange=${({ target }) => setPicked(target.value)}>
@@ -39,7 +40,7 @@ export function Place({ data, talk }) {
             <h2>${name}</h2>
             ${pieces.map((piece, index) => index % 2
               ? html`<${Code} key=${index} name=${name} text=${filled(piece, masked)} whole=${filled(piece, facts)} />`
-              : piece.trim() && renderBlocks(piece, new Map()).map((block, at) => html`
+              : piece.trim() && renderBlocks(piece.replaceAll("Qwen/Qwen3.6-27B", () => facts.model), new Map()).map((block, at) => html`
                   <div key=${`${index}/${at}`} class="prose small" dangerouslySetInnerHTML=${block}></div>`))}
           </section>`)}
       </div>
@@ -68,11 +69,12 @@ const contextOf = (model) =>
   (model?.loaded ? model.context_length : model?.fits?.context_length || model?.context_length) || CONTEXT;
 
 /** A recipe with the document's examples replaced; a host name other than localhost stays. */
-const filled = (code, { model, context, key }) =>
+const filled = (code, { command, model, context, key }) =>
   code
     .replaceAll("http://localhost:52415", location.origin)
     .replaceAll("docker.internal:52415", `docker.internal:${location.port || 80}`)
-    .replaceAll("Qwen/Qwen3.6-27B", model)
+    .replaceAll(/\bexo-node (?=launch|start)/g, () => `${command} `)
+    .replaceAll("Qwen/Qwen3.6-27B", () => model)
     .replaceAll(String(CONTEXT), String(context))
     .replaceAll(String(LONGEST), String(Math.min(LONGEST, Math.floor(context / 4))))
     .replaceAll(/\bany\b/g, () => key);

@@ -22,7 +22,7 @@ _MaybeModel = Annotated[
 
 @cache.command("list")
 def list_models(data_dir: DataDir = None, as_json: AsJson = False) -> None:
-    """List the models with prompts on disk: rows, bytes and the minute of the last use."""
+    """List the models with prompts on disk, with their last use."""
     by_model = dict[str | None, list[StoredPrefix]]()
     for each in stored_prefixes(_root(data_dir)):
         by_model.setdefault(each.model, []).append(each)
@@ -66,7 +66,7 @@ def show(model: _Model, data_dir: DataDir = None, as_json: AsJson = False) -> No
 
 @cache.command()
 def clear(model: _MaybeModel = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
-    """Delete the prompts on disk, also beside a running node, which then reads them once more."""
+    """Delete the prompts on disk. A running node then reads them once more."""
     count, removed_bytes = remove_prefixes(_root(data_dir), model)
     if model is not None and not count:
         raise _no_prompts(model)

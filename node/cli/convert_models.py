@@ -196,9 +196,9 @@ def check(
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check a model's files without loading them, and say what its MTP head is.
+    """Check a model's files, and say what its MTP head is.
 
-    Exit status 1, with the file and the remedy, where it would not load.
+    Nothing is loaded. Exit status 1, with the file and the remedy, where it would not load.
     """
     from ..store.checking import check as check_folder
 

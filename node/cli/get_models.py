@@ -141,9 +141,10 @@ def load(
     data_dir: flags.DataDir = None,
     as_json: flags.AsJson = False,
 ) -> None:
-    """Load a model where `exo-node plan` with the same options would place it.
+    """Load a model, with the options of a plan.
 
-    One that is loaded with other options is loaded again. A chat loads its model by itself.
+    It runs where `exo-node plan` with the same options would place it. One that is loaded with
+    other options is loaded again. A chat loads its model by itself.
     """
     options = {
         # With nothing but a number of copies, the options of an earlier load would hold.
@@ -175,7 +176,7 @@ def unload(
     data_dir: flags.DataDir = None,
     as_json: flags.AsJson = False,
 ) -> None:
-    """Take a model out of memory, once its running answers have ended. Its files stay."""
+    """Take a model out of memory, once its answers have ended. Its files stay."""
     endpoint = connect(port, data_dir)
     placements: list[dict[str, Any]] = call(endpoint, "/v1/placements").get("data", [])
     ids = [str(p["id"]) for p in placements if model in (p.get("model"), p.get("id"))]

@@ -78,7 +78,7 @@ def held_options_text(placement: Mapping[str, Any]) -> str:
     command = f"exo-node models load {text_of(placement.get('model'))}"
     if (replicas := placement.get("replicas", 1)) > 1 or placement.get("auto_replicas"):
         command += f" --replicas {'auto' if placement.get('auto_replicas') else replicas}"
-    return f"placed with {options}, as was asked for; `{command}` drops that"
+    return f"placed as was asked for ({options}); `{command}` drops that"
 
 
 def _ready(copies: Sequence[Mapping[str, Any]]) -> int:

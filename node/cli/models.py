@@ -75,7 +75,7 @@ def show(
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what is known of a model: sizes, format, whether it fits, and its native MTP.
+    """Show a model's size, format, fit and native MTP.
 
     A running node is asked how fast it is, for that may have measured it.
     """
@@ -91,7 +91,7 @@ def show(
 
 @models.command()
 def recommend(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
-    """Name the models that fit this machine, and this cluster, best; those with MTP first."""
+    """Name the models that fit here best; those with MTP first."""
     from ..store.listing import catalogue, recommended
 
     _, library, view = this_machine(data_dir, None)

@@ -24,10 +24,12 @@ def status(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = F
     cluster = call(endpoint, "/v1/cluster")
     placements = call(endpoint, "/v1/placements").get("data", [])
     answered = call(endpoint, "/v1/mtp/stats").get("models", {})
+    asking = call(endpoint, "/v1/join/requests").get("data", [])
     if as_json:
         output.print_json({"cluster": cluster, "placements": placements, "answered": answered})
     else:
-        print(status_text(cluster, placements, answered, width=output.terminal_width()))
+        width = output.terminal_width()
+        print(status_text(cluster, placements, answered, width=width, asking=asking))
 
 
 def status_text(
@@ -35,8 +37,12 @@ def status_text(
     placements: Sequence[Mapping[str, Any]],
     answered: Mapping[str, Mapping[str, Any]] = _NOTHING,
     width: int | None = None,
+    asking: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """The node, its head and cluster; tables of nodes, placements and this node's answers."""
+    """The node, its head and cluster; tables of nodes, placements and this node's answers.
+
+    `asking`: the nodes that ask to join.
+    """
     nodes: list[Mapping[str, Any]] = cluster.get("nodes", [])
     names = {node.get("id"): str(node.get("name", node.get("id"))) for node in nodes}
     me = next((node for node in nodes if node.get("self")), _NOTHING)
@@ -48,6 +54,11 @@ def status_text(
         f"head     {names.get(head, text_of(head))}, term {text_of(cluster.get('term'))}",
         f"cluster  {text_of(cluster.get('cluster'))}, {len(nodes)} node{'s'[: len(nodes) != 1]}",
     ]
+    if asking:
+        applicants = ", ".join(text_of(each.get("name")) for each in asking)
+        lines.append(
+            f"asking   {applicants}; `exo-node nodes` shows who asks to join, and how to answer"
+        )
     if cluster.get("trouble"):
         lines.append(f"TROUBLE  {text_of(cluster['trouble'])}")
     if cluster.get("offline"):

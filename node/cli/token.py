@@ -32,10 +32,10 @@ _FIRST: Final = (
 def create(
     name: _Name, yes: Yes = False, data_dir: DataDir = None, as_json: AsJson = False
 ) -> None:
-    """Make a token and print it, this once; clients send it as their API key.
+    """Make a token and print it, this once.
 
-    From the first one on, the node asks every client for a token or for EXO_API_KEY, until
-    `exo-node token off`. A running node knows it at once.
+    Clients send it as their API key. From the first one on, the node asks every client for a token
+    or for EXO_API_KEY, until `exo-node token off`. A running node knows it at once.
     """
     folder = client_settings(None, data_dir).data_dir
     check_new_name(name)
@@ -75,7 +75,7 @@ def list_tokens(data_dir: DataDir = None, as_json: AsJson = False) -> None:
 
 @token.command()
 def revoke(name: _Name, data_dir: DataDir = None, as_json: AsJson = False) -> None:
-    """Take a token back: the next request with it is refused, also by a running node."""
+    """Take a token back. A running node refuses the next request with it."""
     folder = client_settings(None, data_dir).data_dir
     remaining = revoke_token(folder, name)
     if as_json:
@@ -88,7 +88,7 @@ def revoke(name: _Name, data_dir: DataDir = None, as_json: AsJson = False) -> No
 
 @token.command()
 def off(yes: Yes = False, data_dir: DataDir = None, as_json: AsJson = False) -> None:
-    """Revoke all tokens, and ask clients for none, as before the first one.
+    """Revoke all tokens, and ask clients for none.
 
     A running node knows it at once. EXO_API_KEY and a node that listens beyond loopback still ask.
     """

@@ -4,6 +4,7 @@ They are found without importing mlx.
 Bandwidths are published peaks, good for a first plan only; measured stage times replace them.
 """
 
+import logging
 import platform
 import re
 import shutil
@@ -17,6 +18,8 @@ from typing import Final, Literal
 import psutil
 
 from ...shard.kernels.cpu_code import own_products
+
+log = logging.getLogger(__name__)
 
 Backend = Literal["metal", "cuda", "cpu"]
 
@@ -133,6 +136,8 @@ def guess_backend(system: str, machine: str, distributions: Collection[str]) -> 
 def usable_memory(backend: Backend, total: int, available: int, limit: int | None) -> int:
     """Bytes that stages may take of `total`, of which `available` are free now."""
     if limit is not None:
+        if limit > total:
+            log.warning("--memory-limit: there are %.1f GB, and models get no more", total / 1e9)
         return min(limit, total)
     return int(total * _MAC_SHARE) if backend == "metal" else int(available * _SHARE)
 

@@ -157,7 +157,7 @@ class Claims:
             )
         self._events.add(
             "resumed",
-            f"an answer of {card.id} is resumed behind its {lost.rounds} rounds: {lost.why}",
+            f"an answer of {card.id} resumes after {lost.rounds} rounds of decoding: {lost.why}",
             model=card.id,
             request=request.request,
             attempt=lost.attempt,

@@ -50,6 +50,10 @@ def test_a_newcomer_learns_that_demo_is_a_toy_and_which_model_fits(
     expect(welcome).to_contain_text("A toy to try this page with")
     expect(welcome).to_contain_text(f"{GOOD} fits this machine: 15 GB, estimated 22 tok/s")
     expect(welcome.get_by_label("Command")).to_have_text(f"exo-node models pull {GOOD}")
+    fits = "box => box.scrollWidth <= box.clientWidth"
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert welcome.get_by_label("Command").evaluate(fits), "the command's end is hidden"
+    page.set_viewport_size({"width": 1280, "height": 800})
     expect(welcome.get_by_role("listitem")).to_have_count(3)
     assert view.violations() == []
     view.shot("newcomer")
@@ -202,6 +206,10 @@ def test_the_choice_of_drafts_is_not_cut(view: Visit) -> None:
     select = page.get_by_label("Drafts (K)")
     arrow_and_padding = 42
     assert select.evaluate(TEXT_WIDTH) + arrow_and_padding <= box(select)["width"]
+    panel = page.get_by_role("complementary", name="Options of this conversation")
+    for field in panel.locator("input, select, textarea").filter(visible=True).all():
+        room = box(panel)["x"] + box(panel)["width"] - box(field)["x"] - box(field)["width"]
+        assert room >= 8, "a field touches the panel's edge"
 
 
 def test_on_a_phone_commands_keep_their_lines_and_the_models_arrow_is_near(

@@ -96,10 +96,11 @@ def test_each_recipe_has_the_address_the_model_and_its_context(
 ) -> None:
     size = {"fits": {"nodes": 1, "needed_bytes": 1, "context_length": 12_288}}
     cluster.models = [model("Qwen/Qwen3-8B", loaded=False, nodes=1, **size)]
+    cluster.identity = {"command": "~/exo/exo-node"}
     page = view.go("#/connect")
     expect(page.locator(".recipes h2").first).to_have_text("Coding tools")
     recipes = {
-        "Coding tools": ["exo-node launch claude Qwen/Qwen3-8B"],
+        "Coding tools": ["~/exo/exo-node launch claude Qwen/Qwen3-8B"],
         "Claude Code": [f"BASE_URL={view.base} ", "CONTEXT_TOKENS=12288", "OUTPUT_TOKENS=3072"],
         "Codex": [f'base_url = "{view.base}/v1"', "model_context_window = 12288"],
         "opencode": ['"exo/Qwen/Qwen3-8B"', '"context": 12288, "output": 3072', '"apiKey": "any"'],
@@ -113,6 +114,12 @@ def test_each_recipe_has_the_address_the_model_and_its_context(
         section = page.get_by_role("region", name=name, exact=True)
         for text in texts:
             expect(section.locator("pre", has_text=text)).to_have_count(1)
+    allowed = page.locator("pre", has_text="EXO_ALLOWED_HOSTS")
+    expect(allowed).to_have_text("EXO_ALLOWED_HOSTS=host.docker.internal ~/exo/exo-node start")
+    by_hand = page.get_by_role("region", name="pi", exact=True).locator("code")
+    expect(by_hand.filter(has_text="--provider")).to_have_text(
+        "pi --provider exo --model Qwen/Qwen3-8B"
+    )
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.get_by_role("button", name="Copy the recipe for aider").first.click()
     assert view.base in page.evaluate("navigator.clipboard.readText()")
@@ -239,6 +246,7 @@ def test_with_a_key_the_page_asks_for_it_and_refuses_a_wrong_one(browser: Browse
         Cluster(node)
         with visit(browser, f"http://127.0.0.1:{node.port}") as view:
             page = view.go()
+            expect(page.get_by_role("main")).to_contain_text("exo-node dashboard")
             page.get_by_label("API key").fill("wrong")
             page.get_by_role("button", name="Continue").click()
             expect(page.get_by_role("alert")).to_contain_text("refused the key")

@@ -131,7 +131,7 @@ def serve(
     port: LocalPort = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Measure the node here, or other servers, under load: speed, waits, drafts.
+    """Measure the node here, or other servers, under load.
 
     Prints tables; writes a page to share, JSON and CSV, without names, addresses and prompts.
     Exit status 1 where a request failed.

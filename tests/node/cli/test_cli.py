@@ -78,6 +78,12 @@ def test_help_imports_nothing_slow_and_names_every_command() -> None:
     assert "--install-completion" in result.stdout
 
 
+@pytest.mark.parametrize("group", ["models", "token", "cache", "service", "bench"])
+def test_the_sentences_of_a_groups_commands_are_whole(group: str) -> None:
+    listed = exo_node(group, "--help").stdout.split("Commands:")[1]
+    assert len(listed.splitlines()) > 2 and "..." not in listed, listed
+
+
 def test_start_help_names_the_variable_of_every_setting() -> None:
     text = exo_node("start", "--help", COLUMNS="200").stdout
     plural = {"peers": "EXO_PEER", "models_dirs": "EXO_MODELS_DIR"}
@@ -183,6 +189,7 @@ def test_status_shows_nodes_and_placements(stub: Stub, tmp_path: Path) -> None:
         "/v1/cluster": as_json(_CLUSTER),
         "/v1/placements": as_json({"object": "list", "data": [_PLACEMENT]}),
         "/v1/mtp/stats": as_json({"models": {}}),
+        "/v1/join/requests": as_json({"data": [{"name": "studio\x1b[2J"}]}),
     }
     with DataDirLock.acquire(tmp_path) as presence:
         presence.announce("0.0.0.0", stub.port, version="0.1.0")
@@ -190,10 +197,11 @@ def test_status_shows_nodes_and_placements(stub: Stub, tmp_path: Path) -> None:
         raw = exo_node("status", "--data-dir", str(tmp_path), "--json")
     assert (result.returncode, result.stderr) == (0, "")
     assert (
-        result.stdout
+        result.stdout.replace(f"EXO_DATA_DIR={tmp_path} ", "")
         == r"""node     alpha (n1), http://127.0.0.1:52415, exo-node 0.1.0
 head     be\x1b[2Jta, term 7
 cluster  ab12, 2 nodes
+asking   studio\x1b[2J; `exo-node nodes` shows who asks to join, and how to answer
 
 NODE                STATUS   CHIP          BACKEND  MEMORY   ADDRESS
 alpha (self)        alive    Apple M3 Max  metal    51.5 GB  10.0.0.1:52416

@@ -40,8 +40,8 @@ def test_options_that_an_earlier_load_gave_are_named_with_what_drops_them(stub: 
     stub.replies["/v1/placements"] = as_json({**placement, "data": [placement]})
     result = in_process("replicas", "--port", str(stub.port), "demo", "3")
     assert " ".join(result.output.split()) == (
-        "demo: 1 of 3 answer now; for a second no node is left; each is placed with at least 3 "
-        "nodes, as was asked for; `exo-node models load demo --replicas 3` drops that"
+        "demo: 1 of 3 answer now; for a second no node is left; each is placed as was asked for "
+        "(at least 3 nodes); `exo-node models load demo --replicas 3` drops that"
     )
 
 

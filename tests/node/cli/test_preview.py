@@ -76,7 +76,7 @@ def test_pinned_nodes_are_all_used_and_no_others() -> None:
     view = cluster(400, 300, 300)
     both = plan(card(), view, PlanOptions(nodes=(C, B)))
     assert {stage.node for stage in both.stages} == {B, C}
-    assert "because nodes asked for them" in both.reason
+    assert "because these nodes were asked for" in both.reason
     one = plan(card(), view, PlanOptions(nodes=(C,)))
     assert [stage.node for stage in one.stages] == [C]
     assert "the node that was named" in one.reason
@@ -91,7 +91,7 @@ def test_a_split_by_hand_is_kept_and_compared() -> None:
         (B, 0, 5),
         (A, 5, 12),
     ]
-    assert "because layers asked for it" in planned.best.reason
+    assert "because this split was asked for" in planned.best.reason
     assert planned.runner_up is not None
     assert [stage.node for stage in planned.runner_up.stages] == [A]
     assert planned.bound_s == planned.runner_up.score < planned.best.score

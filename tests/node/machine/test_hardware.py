@@ -78,9 +78,12 @@ def test_the_backend_follows_the_system_and_what_is_installed(
     ],
 )
 def test_usable_memory_is_the_limit_or_a_share(
-    backend: Backend, limit: int | None, usable: int
+    caplog: pytest.LogCaptureFixture, backend: Backend, limit: int | None, usable: int
 ) -> None:
     assert usable_memory(backend, 64 * _GIB, 10 * _GIB, limit) == usable
+    assert [record.getMessage() for record in caplog.records] == (
+        ["--memory-limit: there are 68.7 GB, and models get no more"] if limit == 500 * _GIB else []
+    )
 
 
 @pytest.mark.parametrize(
