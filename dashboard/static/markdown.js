@@ -89,10 +89,12 @@ export function renderBlocks(text, rendered) {
   const groups = topLevel(markdown.parse(text, env));
   // A later block may give an address to an earlier link, or a note to a mark.
   const references = JSON.stringify([env.references, env.footnotes]);
+  if (rendered.references !== references) rendered.clear();
+  rendered.references = references; // once, and not in each key: long lists of sources are sent
   const blocks = new Map();
   const found = groups.map((tokens) => {
     const [from, to] = tokens[0].map ?? [0, 0];
-    const key = `${references}\0${lines.slice(from, to).join("\n")}`;
+    const key = lines.slice(from, to).join("\n");
     const block = rendered.get(key) ?? rendering(tokens, env);
     blocks.set(key, block);
     return block;

@@ -26,6 +26,26 @@ def rendered(view: Visit, text: str) -> dict[str, Any]:
     return view.page.evaluate(RENDERED, text)
 
 
+def test_long_lists_of_sources_are_kept_once(view: Visit) -> None:
+    """They were part of the key of every block: an answer with 3,000 of them held the page."""
+    view.go()
+    sources = "\n".join(f"[a{n}]: http://127.0.0.1/{n}" for n in range(200))
+    blocks = "\n\n".join(f"see [a{n}]" for n in range(200))
+    kept, before, after = view.page.evaluate(
+        """async ([sources, blocks]) => {
+          const { renderBlocks } = await import("/static/markdown.js");
+          const rendered = new Map();
+          const html = (text) => renderBlocks(text, rendered).map((one) => one.__html).join("");
+          const before = html(blocks);
+          const after = html(`${blocks}\n\n${sources}`);
+          return [[...rendered.keys()].join("").length, before, after];
+        }""",
+        [sources, blocks],
+    )
+    assert kept <= len(blocks)
+    assert "href" not in before and after.count("href") == 200
+
+
 FORMULAS: list[tuple[str, list[str]]] = [
     (r"So $E = mc^2$ holds.", ["$E = mc^2$"]),
     (r"So \(a^2+b^2\) holds.", [r"\(a^2+b^2\)"]),
