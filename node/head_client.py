@@ -40,7 +40,7 @@ class ClusterHead:
         return self._client.http(self._cluster.address(head), head, request)
 
     async def head(self) -> NodeId:
-        """Raises HeadGone."""
+        """The head, for which it waits during an election. Raises HeadGone."""
         try:
             return await self._cluster.wait_for_head()
         except PeerLost as fault:

@@ -33,7 +33,7 @@ class LocalNode:
     """The parts of a node that need no other node: identity, settings, models, hardware, events."""
 
     def __init__(self, settings: Settings, hardware: Hardware) -> None:
-        """Raises InvalidSettings where the data folder or the cluster's key cannot be used."""
+        """Reads keys. Raises InvalidSettings where the data folder or the key cannot be used."""
         self.settings = settings
         self.timing = PROFILES[settings.timing]
         self.events = EventLog()

@@ -71,7 +71,7 @@ class NodeModels:
     # ------------------------------------------------------------------------------ the hub
 
     async def search(self, query: str, limit: int, source: Source) -> Json:
-        """Raises DownloadFailed where this node is offline or the hub does not answer in time.
+        """Models of the hub. Raises DownloadFailed offline, or if it does not answer in time.
 
         A call that is cancelled leaves nothing behind.
         """

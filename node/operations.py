@@ -101,7 +101,7 @@ class NodeOperations:
         return {"object": "list", "data": data}
 
     async def preview(self, body: PlanBody) -> dict[str, Any]:
-        """Raises what planning raises, as `place` would."""
+        """Plans without loading. Raises what `place` would."""
         model = ModelId(body.model)
         card, _ = await self._facts.card(model)
         view = self._facts.view(model, promised(self._placements.runners))
@@ -126,7 +126,7 @@ class NodeOperations:
         return None
 
     async def place(self, body: PlacementBody) -> dict[str, Any]:
-        """Raises ModelNotFound for a model that no node has, unless nodes may download."""
+        """Plans and loads. Raises ModelNotFound if no node has the model or may download it."""
         model = ModelId(body.model)
         await self._facts.require_files(model)
         options = body.options(self._facts.view(model).nodes)

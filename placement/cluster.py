@@ -93,7 +93,7 @@ class ClusterView:
     """Models whose caches a load could not quantise, and why."""
 
     def node(self, node: NodeId) -> NodeFacts:
-        """Raises KeyError for a node that is not in the view."""
+        """The node with that id. Raises KeyError if it is not in the view."""
         for facts in self.nodes:
             if facts.id == node:
                 return facts

@@ -147,7 +147,7 @@ _vocabulary = _needed("vocab_size", VOCABULARY_FIELDS, MAX_VOCAB)
 def _context(look: _Look, facts: Facts) -> int:
     value = look.count("context_length", *_CONTEXT_FIELDS, limit=MAX_CONTEXT)
     if value is not None and str(facts["model_type"]).endswith("roberta"):
-        # RoBERTa's positions begin behind the padding's.
+        # RoBERTa's positions begin after the padding's.
         padding = look.count("context_length", "pad_token_id", limit=MAX_VOCAB, least=0)
         value = max(1, value - (1 if padding is None else padding) - 1)
     if value is not None:
@@ -194,7 +194,7 @@ def _attention_layers(look: _Look, facts: Facts) -> int:
     types = _list(value)
     if len(types) < layers or not all(isinstance(kind, str) for kind in types):
         raise _fault("layer_types", value, f"a list of {layers} names", fact)
-    # Some configs list the MTP head's layers behind the backbone's.
+    # Some configs list the MTP head's layers after the backbone's.
     return sum(map(_holds_cache, types[:layers]))
 
 

@@ -47,7 +47,7 @@ response_items.py: pages of a stored response's input
 response_renderer.py: the items, events and states of a response
 response_run.py: an answer that is stored, and runs without its client
 response_runs.py: all of these, and their readers
-response_tools.py: the tools of a request of Responses, in namespaces and behind a search
+response_tools.py: the tools of a request of Responses, in namespaces and found by a search
 responses_api.py: OpenAI's Responses
 responses_schema.py: their fields
 routes.py: routes that carry their body, query and media type

@@ -173,7 +173,7 @@ def _usage(end: Finished) -> dict[str, Any]:
 def _total(usages: Sequence[Mapping[str, Any]], prompts: int) -> dict[str, Any]:
     """`usage` of all choices.
 
-    `cached_tokens` of a prompt is the least of any of its choices: the others begin behind what the
+    `cached_tokens` of a prompt is the least of any of its choices: the others begin after what the
     first has read.
     """
     count = len(usages) // prompts

@@ -131,7 +131,7 @@ class CompletionRenderer:
 
 
 def _sum(some: dict[str, Any] | None, others: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The lists of both, one behind the other."""
+    """The lists of both, one after the other."""
     if some is None or others is None:
         return some or others
     return {name: chain(values, others[name]) for name, values in some.items()}

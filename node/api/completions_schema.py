@@ -123,7 +123,7 @@ class CompletionBody(SamplingBody, ChoicesFields):
     ] = None
     echo: bool | None = None
     suffix: str | None = None
-    """The text behind the gap that the answer fills; empty: there is no gap."""
+    """The text after the gap that the answer fills, or empty if there is no gap."""
     user: str | None = None
     metadata: dict[str, str] | None = None
     cache_prompt: bool | None = None

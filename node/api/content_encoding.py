@@ -51,7 +51,7 @@ def unpacked(body: bytes, limit: int) -> bytes:
     if not stream.eof:
         raise _broken("is cut off before its end")
     if stream.unused_data:
-        raise _broken("goes on behind its end; compress it as one stream")
+        raise _broken("goes on after its end; compress it as one stream")
     return text
 
 

@@ -35,7 +35,7 @@ class Query:
 
 
 def parse_query(pairs: list[tuple[str, str]], last_event_id: str | None) -> Query:
-    """Raises InvalidRequest that names the parameter at fault."""
+    """Reads a query. Raises InvalidRequest, which names the parameter at fault."""
     values = query_values(pairs, ("after", "limit", "follow", "scope"))
     if values.get("scope", "cluster") not in _SCOPES:
         raise InvalidRequest("'scope' should be cluster or node", param="scope")

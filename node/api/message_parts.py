@@ -171,7 +171,7 @@ def read_image(read: Callable[[], Image], history: History, asks: bool) -> str |
 
 
 def _image_of(part: Part, at: str, refusal: str) -> Image:
-    """Raises InvalidRequest."""
+    """The image of a part. Raises InvalidRequest."""
     if part.kind == "image":
         match part.source:
             case Source(type="base64", data=str(data), media_type=media_type):

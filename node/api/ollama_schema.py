@@ -131,11 +131,11 @@ class OllamaGenerateBody(_PromptBody):
     system: str | None = None
     raw: bool | None = None
     suffix: str | None = None
-    """The text behind the gap that the answer fills; empty: there is no gap."""
+    """The text after the gap that the answer fills, or empty if there is no gap."""
     images: list[str] | None = None
 
     def check(self) -> None:
-        """Raises UnsupportedParameter."""
+        """Refuses what this node cannot do. Raises UnsupportedParameter."""
         if self.images and self.raw:
             raise UnsupportedParameter(
                 "'images' has no place in a raw prompt; leave 'raw' out", param="images"

@@ -179,7 +179,7 @@ class ChatBody(SamplingBody, ChoicesFields, ThinkingFields):
 
     @model_validator(mode="after")
     def _can_call(self) -> "ChatBody":
-        """Raises if the request insists on a call that is not possible."""
+        """Refuses a request that insists on a call which is not possible."""
         choice = self.tool_choice
         if choice is not None and choice.hosted:
             raise PydanticCustomError("tool_choice", NO_CHOICE, {"at": "tool_choice"})

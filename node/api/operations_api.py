@@ -76,7 +76,7 @@ class Operations(Protocol):
         ...
 
     async def unplace(self, placement: str) -> None:
-        """Raises PlacementNotFound."""
+        """Unloads a placement. Raises PlacementNotFound."""
         ...
 
     async def settings(self) -> Json:

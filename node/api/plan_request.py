@@ -50,7 +50,7 @@ class PlanBody(StrictBody):
     """In pipeline order, the generator first."""
 
     def options(self, live: Sequence[NodeFacts]) -> PlanOptions:
-        """Raises InvalidRequest for a name that no live node has, or that several have."""
+        """The plan's options. Raises InvalidRequest for a name of no live node, or of several."""
         on = _resolved("layers", [stage.node for stage in self.layers], live)
         return PlanOptions(
             min_nodes=self.min_nodes,

@@ -31,7 +31,7 @@ class Page:
 
     @classmethod
     def of_query(cls, pairs: list[tuple[str, str]]) -> "Page":
-        """Raises InvalidRequest that names the parameter at fault."""
+        """Reads a query. Raises InvalidRequest, which names the parameter at fault."""
         values = query_values(pairs, PAGE_QUERY)
         order = values.get("order", "desc")
         if order not in ("asc", "desc"):

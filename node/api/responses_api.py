@@ -112,7 +112,7 @@ class ResponsesApi:
         )
 
     async def compact(self, _: Request) -> Response:
-        """Raises ResponseNotFound: no model of this node reads what OpenAI's would answer."""
+        """Refuses with ResponseNotFound: no model here reads what OpenAI's would answer."""
         raise ResponseNotFound(
             "this node compacts no conversations; ask a model for a summary, and send that as "
             "'input'"
@@ -214,7 +214,7 @@ def _stored_items(items: list[Json]) -> list[InputItem]:
         return validated({"items": items}, _Conversation).items
     except InvalidRequest:
         raise InvalidRequest(
-            f"the conversation behind '{PREVIOUS}' has more than {MAX_HISTORY} items and parts; "
+            f"the conversation of '{PREVIOUS}' has more than {MAX_HISTORY} items and parts; "
             "begin another one with what matters of it",
             param=PREVIOUS,
         ) from None

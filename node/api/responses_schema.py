@@ -138,7 +138,7 @@ class ResponsesBody(TolerantBody):
     """The same as in `ChatBody`."""
 
     def check(self) -> None:
-        """Raises InvalidRequest for what the schema cannot see."""
+        """Checks what the schema cannot see. Raises InvalidRequest."""
         for name, why in _UNSUPPORTED.items():
             if getattr(self, name) is not None:
                 raise UnsupportedParameter(f"'{name}' is not supported: {why}", param=name)

@@ -105,7 +105,7 @@ class SamplingBody(StrictBody):
     regex: GrammarText | None = None
     priority: Literal["interactive", "batch"] | None = None
     service_tier: str | None = None
-    """OpenAI's: "flex" is answered behind the others, as `priority: "batch"` is."""
+    """OpenAI's: "flex" is answered after the others, as `priority: "batch"` is."""
     min_tokens: Annotated[int | None, Field(ge=0, le=_UINT32)] = None
     """End tokens have probability 0 until the answer has as many tokens."""
     ignore_eos: bool | None = None

@@ -151,7 +151,7 @@ _Place = tuple["_Place | None", int | str]
 
 
 def _refuse_unusable(value: JsonValue) -> None:
-    """Raises for the first refused value; it does not recurse, because depth is not bounded."""
+    """Refuses the first bad value; it does not recurse, because depth is not bounded."""
     open_values: list[tuple[_Place | None, JsonValue]] = [(None, value)]
     while open_values:
         place, current = open_values.pop()

@@ -23,7 +23,7 @@ def note_of(kind: str) -> str | None:
 
 
 def refuse_unreadable(kind: str, at: str, prefix: str = "") -> None:
-    """Raises UnsupportedParameter for a part of that type in the user's latest turn.
+    """Refuses (UnsupportedParameter) a part of that type in the user's latest turn.
 
     `prefix` goes before the message, for dialects whose clients look for a sentence.
     """

@@ -192,7 +192,7 @@ class _Answer:
     async def _attempt(
         self, wire: pb.GenerateRequest, placed: pb.Placed
     ) -> AsyncGenerator[Event, None]:
-        """Raises PeerLost if the attempt fails."""
+        """The events of one attempt. Raises PeerLost if it fails."""
         answer, reported_well = self._log, False
         answer.runs_on(placed)
         self._silent_stages = []

@@ -38,7 +38,7 @@ class Heads(Protocol):
         ...
 
     async def report(self, head: NodeId, report: pb.AttemptReport) -> None:
-        """Raises PeerLost."""
+        """Reports the end of an attempt to the head. Raises PeerLost."""
         ...
 
     def generators(self, model: ModelId) -> Mapping[PlacementId, Endpoint]:

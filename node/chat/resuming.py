@@ -19,7 +19,7 @@ MAX_BARREN_EVER = 9
 class AnswerLog:
     """The rounds that reached this node, with the forwards that produced them.
 
-    The client has the text and ids of these rounds, so the next attempt starts behind them.
+    The client has the text and ids of these rounds, so the next attempt starts after them.
     """
 
     request: str
@@ -149,8 +149,8 @@ class AnswerLog:
         tokens = sum(len(round_.tokens) for round_ in self.rounds)
         first = self._started_at if self._first is None else self._first
         decoding = self._last - first
-        behind = tokens - (len(self.rounds[0].tokens) if self.rounds else 0)
+        later = tokens - (len(self.rounds[0].tokens) if self.rounds else 0)
         return {
             "time_to_first_token_s": first - self._started_at,
-            "generation_tps": behind / decoding if decoding > 0 else 0.0,
+            "generation_tps": later / decoding if decoding > 0 else 0.0,
         }

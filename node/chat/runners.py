@@ -14,11 +14,11 @@ class Runners(Protocol):
     def generate(
         self, endpoint: Endpoint, request: pb.GenerateRequest
     ) -> AsyncGenerator[pb.GenerateEvent, None]:
-        """Raises PeerLost and the runner's refusal. Closing it cancels the generation."""
+        """Generates an answer; closing it cancels. Raises PeerLost, or the runner's own error."""
         ...
 
     async def encode(self, endpoint: Endpoint, request: pb.EncodeRequest) -> pb.EncodeReply:
-        """Raises PeerLost and the runner's refusal."""
+        """Tokenises a prompt on the runner. Raises PeerLost, or the runner's own error."""
         ...
 
     async def find_prefix(self, endpoint: Endpoint, request: pb.GenerateRequest) -> pb.CachedPrefix:

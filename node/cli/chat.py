@@ -171,7 +171,7 @@ class Lines(Protocol):
     """A source of the person's lines."""
 
     def read(self, prompt: str) -> str:
-        """Raises EOFError at their end, KeyboardInterrupt for Ctrl-C."""
+        """The next line. Raises EOFError at the end, KeyboardInterrupt for Ctrl-C."""
         ...
 
 

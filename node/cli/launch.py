@@ -64,7 +64,7 @@ _Context = Annotated[
 
 
 class _WithArguments(TyperCommand):
-    """A command that leaves the words behind `--` to the program that it starts."""
+    """A command that leaves the words after `--` to the program that it starts."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)
@@ -87,7 +87,7 @@ def launch_tool(
 ) -> None:
     """Start a coding tool that works with a model of the node.
 
-    Words behind `--` are the tool's own: `exo-node launch claude -- --continue`. The model is
+    Words after `--` are the tool's own: `exo-node launch claude -- --continue`. The model is
     loaded first, and the settings are shown; no file of the tool is changed.
     """
     if (chosen := TOOLS.get(tool)) is None:

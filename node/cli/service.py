@@ -139,7 +139,7 @@ class Launchd:
 
 
 def manager_of(platform: str) -> Manager:
-    """Raises ExoNodeError where there is none."""
+    """The service manager of a platform. Raises ExoNodeError where there is none."""
     if platform == "darwin":
         return Launchd(Path.home(), os.getuid())
     if shutil.which("systemctl") is None:

@@ -71,7 +71,7 @@ def top(
 
 
 def read_node(endpoint: ApiEndpoint) -> Reading:
-    """Raises CallFailed."""
+    """Reads the node's state once. Raises CallFailed."""
     return Reading(
         cluster=call(endpoint, "/v1/cluster"),
         placements=call(endpoint, "/v1/placements").get("data", []),

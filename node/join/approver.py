@@ -65,7 +65,7 @@ class Approver:
         return await asyncio.shield(outcome)
 
     def deny(self, id_: str) -> PeerIdentity:
-        """Raises JoinRequestNotFound."""
+        """Turns the node away. Raises JoinRequestNotFound."""
         return self._decide(id_, Refusal("denied", "this node is not let in: a person refused it"))
 
     def _decide(self, id_: str, decision: _Decision) -> PeerIdentity:

@@ -90,7 +90,7 @@ class Rekeying:
         return False
 
     async def _send(self, node: NodeId, rekey: pb.JoinRekey) -> None:
-        """Raises ExoNodeError."""
+        """Sends a member a new key, or asks whether one may come. Raises ExoNodeError."""
         control = self._state.members.address(node)
         hint = await ask_for_hint(control, self._state.timing)
         if hint is None:

@@ -112,7 +112,7 @@ class PendingRequests:
         return list(self._pending.values())
 
     def get(self, id_: str) -> PendingRequest:
-        """Raises JoinRequestNotFound."""
+        """The request with that id. Raises JoinRequestNotFound."""
         if (request := self._pending.get(id_)) is None:
             raise not_found()
         return request

@@ -102,7 +102,7 @@ class JoinConnection:
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, timing: Timing
     ) -> None:
-        """Raises Untrusted where the other side's certificate is not its key's."""
+        """A connection after its handshake. Raises Untrusted for a certificate of another key."""
         self._reader = reader
         self._writer = writer
         self.timing = timing
@@ -115,7 +115,7 @@ class JoinConnection:
         """Whether a person is, or was, waited for: PendingRequests counts it, not the port."""
 
     async def send(self, frame: pb.JoinFrame) -> None:
-        """Raises PeerLost."""
+        """Sends a frame. Raises PeerLost."""
         body = frame.SerializeToString()
         try:
             async with asyncio.timeout(self.timing.reply_s):

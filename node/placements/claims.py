@@ -232,7 +232,7 @@ def _ending(work: "asyncio.Future[Any]") -> Generator[None]:
 
 
 def _check_use(card: ModelCard, *, embeds: bool) -> None:
-    """Raises UnsupportedParameter for embeddings of a chat model, and answers of an embedder."""
+    """Refuses embeddings of a chat model and answers of an embedder (UnsupportedParameter)."""
     if card.embeds == embeds:
         return
     if card.embeds:

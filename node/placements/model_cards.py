@@ -26,7 +26,7 @@ class ModelCards:
         """The hashes of this node's files; empty where it has none."""
 
     async def resolve(self, model: ModelId) -> None:
-        """Raises ModelNotFound, InvalidCard and InvalidCheckpoint."""
+        """Reads a model's card. Raises ModelNotFound, InvalidCard and InvalidCheckpoint."""
         self.by_model[model], self.fingerprints[model] = await self._facts.card(model)
         self._unknown.discard(model)
 

@@ -355,7 +355,7 @@ class Placements:
         return await requests.wait(waiter, self._look_now, every_s, lambda: self._view.term > 0)
 
     def _refuse(self, desired: Desired) -> None:
-        """Raises what planning raises, with all memory that may be free for it."""
+        """Plans with all memory that may be free. Raises what planning raises."""
         model = desired.model
         others = [each for each in self._wishes() if each.model != model]
         here = self._situation([desired, *others], self._facts.nodes())

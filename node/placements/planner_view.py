@@ -133,7 +133,7 @@ class NodeFactsSource:
         return min(refusals, key=lambda each: len(each.borders), default=MAY_BE_SPLIT)
 
     async def card(self, model: ModelId) -> tuple[ModelCard, str]:
-        """Raises ModelNotFound, InvalidCard and InvalidCheckpoint."""
+        """The card and its fingerprint. Raises ModelNotFound, InvalidCard and InvalidCheckpoint."""
         try:
             model_entry = await asyncio.to_thread(self._library.get, model)
         except ModelNotFound:
@@ -151,7 +151,7 @@ class NodeFactsSource:
         return any(model in member.facts.models for member in self._cluster.members())
 
     async def require_files(self, model: ModelId) -> None:
-        """Raises ModelNotFound, with the command, for a model that no node has on its disk."""
+        """Requires a model on a disk. Raises ModelNotFound with the command that gets it."""
         if self._auto_download or self._is_held(model):
             return
         if (await asyncio.to_thread(self._library.get, model)).folder is None:

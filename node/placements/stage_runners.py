@@ -42,7 +42,7 @@ class LocalStages:
         self._loads: Counter[str] = Counter()
 
     async def load(self, spec: pb.StageSpec, progress: Progress) -> pb.LoadReady:
-        """Raises what fetching the model and starting its runner raise."""
+        """Fetches the model and starts its runner. Raises what these do."""
         self._loads[spec.model] += 1
         try:
             return await self._load(spec, progress, whole=False)
@@ -130,7 +130,7 @@ class ClusterStages(RunnerClient):
         return self.near(Endpoint(node, ready)).ready
 
     async def _unless_gone(self, node: NodeId, load: Awaitable[pb.LoadReady]) -> pb.LoadReady:
-        """Raises PeerLost once the node is known to be lost: gRPC may learn that much later."""
+        """Awaits a load. Raises PeerLost once the node is lost: gRPC may learn that much later."""
         loading = asyncio.ensure_future(load)
         loss = asyncio.ensure_future(self._cluster.until_gone(node))
         try:

@@ -74,7 +74,7 @@ class Facts(Protocol):
         ...
 
     async def require_files(self, model: ModelId) -> None:
-        """Raises ModelNotFound where an answer would have to download the model and may not."""
+        """Requires the files, or leave to download them. Raises ModelNotFound."""
         ...
 
     def split_refusal(self, model: ModelId) -> SplitRefusal:

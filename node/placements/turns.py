@@ -24,7 +24,7 @@ class Turn:
     """One answer's; `Turns.leave` ends it."""
 
     background: bool = False
-    """Its turn comes behind those that are not."""
+    """Its turn comes after those that are not."""
     client: str = ""
     runs: bool = False
     came: asyncio.Event = field(default_factory=asyncio.Event)

@@ -42,7 +42,7 @@ from .tables import (
 FOLDER: Final = "responses"
 """The folder of the database, in the data folder."""
 PREVIOUS: Final = "previous_response_id"
-_CONVERSATION: Final = f"the conversation behind '{PREVIOUS}' has"
+_CONVERSATION: Final = f"the conversation of '{PREVIOUS}' has"
 _INPUT: Final = "the input of this response has"
 
 
@@ -196,7 +196,7 @@ class ResponseStore:
         _ = self._live.pop(id, None)
 
     async def get(self, id: str, owner: str) -> StoredResponse:
-        """Raises ResponseNotFound."""
+        """The response. Raises ResponseNotFound."""
 
         def work(
             connection: sqlite3.Connection, limits: Limits
@@ -276,7 +276,7 @@ class ResponseStore:
             ) from None
 
     async def delete(self, id: str, owner: str) -> None:
-        """Raises ResponseNotFound."""
+        """Deletes a response. Raises ResponseNotFound."""
 
         def work(connection: sqlite3.Connection, limits: Limits) -> None:
             _ = self._check(connection, limits, id, owner)
@@ -370,7 +370,7 @@ class ResponseStore:
 
 
 def _continued(connection: sqlite3.Connection, previous: str | None) -> int | None:
-    """The chunk behind which a response begins. Raises PreviousResponseNotFound."""
+    """The chunk after which a response begins. Raises PreviousResponseNotFound."""
     if previous is None:
         return None
     chunk = last_chunk(connection, previous)

@@ -115,7 +115,7 @@ def unpack_json(packed: bytes) -> Any:
 
 
 def add_chunk(connection: sqlite3.Connection, packed: bytes, previous: int | None) -> int:
-    """Writes packed items behind the chunk `previous` and returns the new chunk's id."""
+    """Writes packed items after the chunk `previous` and returns the new chunk's id."""
     added = connection.execute(
         "INSERT INTO chunk (previous, items) VALUES (?, ?)", (previous, packed)
     )

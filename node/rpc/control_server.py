@@ -114,7 +114,7 @@ class _MembershipService(peer_pb2_grpc.MembershipServicer):
 
 
 def _check_stage(spec: pb.StageSpec) -> None:
-    """Raises InvalidRequest for names that no head uses: they are written to logs."""
+    """Refuses names that no head uses, as they are written to logs. Raises InvalidRequest."""
     checks = (
         ("placement", _PLACEMENT.fullmatch(spec.placement), "1 to 64 letters, digits, - or _"),
         ("model", 0 < len(spec.model) <= 256 and spec.model.isprintable(), "a model's id"),

@@ -62,7 +62,7 @@ class RunnerClient:
     async def enter(
         self, stage: Endpoint, placement: PlacementId, number: int, epoch: pb.Epoch
     ) -> None:
-        """Raises PeerLost, and InvalidRequest where the runner is in that epoch or a later one."""
+        """Takes a runner into a later epoch. Raises PeerLost, and InvalidRequest for another."""
         stub = peer_pb2_grpc.RunnerStub(self._channel(stage))
         request = pb.EnterRequest(placement=placement, stage=number, epoch=epoch)
         call = stub.Enter(request, timeout=self._timing.slow_reply_s)

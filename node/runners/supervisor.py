@@ -296,7 +296,7 @@ class Supervisor:
         self._runners: dict[tuple[str, int], RunnerProcess] = {}
 
     async def load(self, spec: pb.StageSpec, progress: Progress) -> pb.LoadReady:
-        """Raises InsufficientMemory, and as `RunnerProcess.start`; leaves no process then."""
+        """Starts a runner. Raises InsufficientMemory, and as `start`; leaves no process then."""
         key = (spec.placement, spec.stage)
         if key in self._runners:
             # Its head counts it as lost, as after a partition, and loads another one.
@@ -315,7 +315,7 @@ class Supervisor:
             raise
 
     def _require_room(self, spec: pb.StageSpec) -> None:
-        """Raises InsufficientMemory. One head promises no more than there is; two of them may."""
+        """Checks memory: two heads can overbook what one would not. Raises InsufficientMemory."""
         promised = sum(_promised(runner.spec) for runner in self._runners.values())
         unused, need = self._host.memory_bytes - promised, _promised(spec)
         if need and self._host.memory_bytes and need > unused:

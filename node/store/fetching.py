@@ -147,7 +147,7 @@ class ModelFetcher:
     def _partial_copy(self, spec: pb.StageSpec) -> StageFolder | None:
         """An earlier copy, where it has all that the stage reads.
 
-        One whose load was cancelled behind its last file has all files.
+        One whose load was cancelled after its last file has all files.
         """
         path = copy_folder(self._root, spec.model)
         origin = None if path is None else read_origin(path)

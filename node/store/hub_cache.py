@@ -38,7 +38,7 @@ def offline_by(offline: bool) -> str:
 
 
 def checked_names(repository: str, revision: str | None) -> tuple[RepositoryName, Revision | None]:
-    """Raises DownloadFailed for a name that no repository or revision can have."""
+    """Checks names. Raises DownloadFailed for one that no repository or revision can have."""
     if (name := RepositoryName.read(repository)) is None:
         raise DownloadFailed(
             f"{repository[:120]!r} is no repository of the hub. Write owner/name, as on "

@@ -67,7 +67,7 @@ def answer(
 
 
 def _refuse(response: httpx2.Response) -> None:
-    """Raises the hub's error for a status from 400 on."""
+    """Turns a status from 400 on into the hub's error."""
     status, headers = response.status_code, response.headers
     hf_raise_for_status(httpx2.Response(status, headers=headers, request=response.request))
 
@@ -177,7 +177,7 @@ def _remote_file(repository: RepositoryName, entry: Entry) -> RemoteFile | None:
 
 
 def _require_model(repository: RepositoryName, files: Sequence[RemoteFile]) -> None:
-    """Raises DownloadFailed."""
+    """Requires files of a model. Raises DownloadFailed."""
     names = {file.path for file in files}
     if len(names) < len(files):
         raise wrong_answer(repository, "it lists a file twice")

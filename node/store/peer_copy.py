@@ -103,7 +103,7 @@ class PeerCopy:
     async def _fetch_file(
         self, file: RemoteFile, partial: PartialFile, meter: Meter, *, resumed: bool
     ) -> None:
-        """Raises DownloadFailed, naming the peer, if its bytes have another hash than it offers."""
+        """Copies a file. Raises DownloadFailed, naming the peer, if its bytes have another hash."""
         digest, expected = await self._receive(file, partial, meter)
         if digest != expected and resumed:  # the partial file may have been of another version
             meter.add(-file.size, file.path)

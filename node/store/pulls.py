@@ -224,7 +224,7 @@ class Pulls:
             _ = self._pulls.pop(model, None)
 
     def refuse_active(self, model: str) -> None:
-        """Raises RemovalRefused where files of the model are arriving."""
+        """Refuses to remove a model whose files are arriving. Raises RemovalRefused."""
         pull = self._pulls.get(model)
         if pull is not None and (not pull.ended or pull.fetching):
             raise RemovalRefused(

@@ -78,7 +78,7 @@ class SharedModels:
         return digest.hexdigest()
 
     def open(self, request: pb.FileRequest) -> "FileRange":
-        """Raises ModelNotFound, and InvalidRequest for a file that is not offered or not there."""
+        """Opens a part of a file. Raises ModelNotFound, and InvalidRequest if it is not offered."""
         file = self._offered_file(request.model, request.path)
         return _open(file, request.path, request.start, request.length)
 

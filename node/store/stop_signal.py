@@ -63,7 +63,7 @@ class StopSignal:
         return self._event.is_set()
 
     def check(self) -> None:
-        """Raises Stopped once the signal is set."""
+        """Ends the work once the signal is set. Raises Stopped."""
         if self._event.is_set():
             raise Stopped
 

@@ -151,7 +151,7 @@ class PartialFile:
 
 
 def require_room(folder: Path, needed_bytes: int, model: str, remedy: str, param: str) -> None:
-    """Raises DownloadFailed if the disk of `folder` has fewer bytes free."""
+    """Requires free bytes on the disk of `folder`. Raises DownloadFailed."""
     free = shutil.disk_usage(folder).free
     if needed_bytes > free:
         raise DownloadFailed(

@@ -47,7 +47,7 @@ class Identity:
 
 
 def parse_cluster_key(text: str, origin: str) -> ClusterKey:
-    """Raises InvalidSettings naming `origin`, the flag, variable or file that has the text."""
+    """Reads a key. Raises InvalidSettings naming `origin`: the text's flag, variable or file."""
     compact = text.strip().lower().replace("-", "")
     if not _KEY.fullmatch(compact):
         raise InvalidSettings(

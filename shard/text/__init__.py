@@ -18,7 +18,7 @@ helper.py: the process that renders and tokenises, with limits on time and memor
 helper_process.py: the parent's side of one helper process and its limits
 helper_queue.py: queues requests to a helper and replaces a helper that ended
 image_rows.py: the rows of images in a prompt, and their ids
-infill.py: prompts of the text in front of a gap and the text behind it
+infill.py: prompts of the text in front of a gap and the text after it
 jpeg_scans.py: refuses JPEGs that take long to decode
 lark.py: pieces of grammars: fixed text, control tokens, JSON documents
 look_ahead.py: patterns that look ahead, as several that do not

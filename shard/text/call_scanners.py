@@ -104,7 +104,7 @@ class Scanner(ABC):
 
     def feed(self, text: str) -> Iterator[Scan]:
         """The scans that became certain with `text`."""
-        # In pieces, as each scan copies the text behind it.
+        # In pieces, as each scan copies the text after it.
         at = 0
         while at < len(text):
             # No division of the text changes where the bound is reached.

@@ -298,7 +298,7 @@ def _configured_ends(folder: Path) -> list[int] | None:
 
 
 def _check_plugins(path: Path) -> None:
-    """Raises InvalidCheckpoint if a field that chooses a module to import is not a plain word."""
+    """Requires plain words in fields that choose a module. Raises InvalidCheckpoint."""
     config = read_object(path) if path.exists() else {}
     for field in _PLUGINS:
         name = config.get(field)

@@ -138,7 +138,7 @@ def _source(spec: GrammarSpec) -> str:
 
 
 def _check_multiples(spec: GrammarSpec, schema: Any) -> None:
-    """Raises InvalidRequest for a `multipleOf` that would take seconds to compile."""
+    """Refuses a `multipleOf` that would take seconds to compile. Raises InvalidRequest."""
     values: list[Any] = [schema]
     while values:
         match values.pop():

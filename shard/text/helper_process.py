@@ -40,7 +40,7 @@ _MIN_LOOKS: Final = 10
 _PREPARATIONS: Final[Mapping[Kind, Kind]] = {"grammar": "table", "image": "images"}
 """Work of seconds that is done once, and must not count for the first request that needs it."""
 _BACKSTOP_S: Final = 3
-"""CPU seconds behind a limit until the helper ends itself, if its runner hangs."""
+"""CPU seconds after a limit until the helper ends itself, if its runner hangs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class HelperProcess:
         self.process.stdin.write(packet.pack())
 
     async def receive(self) -> Packet:
-        """Raises EOFError if the process has ended."""
+        """The next packet. Raises EOFError if the process has ended."""
         stdout = self.process.stdout
         assert stdout is not None
         text_bytes, data_bytes = HEAD.unpack(await stdout.readexactly(HEAD.size))
@@ -196,7 +196,7 @@ class HelperProcess:
         return None
 
     async def _while_starting(self, step: Awaitable[T]) -> T:
-        """Raises HelperLost if the process hangs meanwhile."""
+        """Waits for a step. Raises HelperLost if the process hangs meanwhile."""
         loop, task = asyncio.get_running_loop(), asyncio.ensure_future(step)
         idleness = _Idleness(self._usage, self._limits.start_idle_s)
         try:

@@ -93,7 +93,7 @@ def with_image_rows(
 
 
 def require_rows(prompt: Sequence[int], images: Sequence[PreparedImage]) -> None:
-    """Raises InvalidRequest unless the ids below 0 in a prompt are those of `images`, in order."""
+    """Requires the ids below 0 to be those of `images`, in order. Raises InvalidRequest."""
     below = [token for token in prompt if token < 0]
     if below != [token for image in images for token in image.ids]:
         raise InvalidRequest("the prompt has rows of images that it does not send", param="images")

@@ -1,4 +1,4 @@
-"""Fill in the middle: a prompt of the text in front of a gap and the text behind it."""
+"""Fill in the middle: a prompt of the text in front of a gap and the text after it."""
 
 from typing import Any, Final
 
@@ -80,7 +80,7 @@ class Infill:
         return None
 
     def encode(self, prefix: str, suffix: str) -> list[int]:
-        """The ids of a prompt, behind the BOS token where the tokenizer has one in front of texts.
+        """The ids of a prompt, after the BOS token where the tokenizer has one in front of texts.
 
         Both are plain text: a control token that they spell is encoded as other text is.
         """
@@ -97,7 +97,7 @@ class Infill:
         return first if first == [self._tokenizer.bos_token_id] else []
 
     def _plain(self, text: str, *, follows: bool) -> list[int]:
-        """The ids of a text, in parts that spell no control token. `follows`: it is behind another
+        """The ids of a text, in parts that spell no control token. `follows`: it is after another
         text."""
         ids, begin = list[int](), 0
         for end in [*(match.end() for match in self._control.finditer(text)), len(text)]:
@@ -106,7 +106,7 @@ class Infill:
         return ids
 
     def _following(self, text: str) -> list[int]:
-        """The ids of a text behind another one: without a space that the tokenizer adds."""
+        """The ids of a text after another one: without a space that the tokenizer adds."""
         if not self._adds_space:
             return self._encode(text)
         anchor, both = self._encode(_ANCHOR), self._encode(_ANCHOR + text)

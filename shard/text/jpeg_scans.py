@@ -21,7 +21,7 @@ _MARKER: Final = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd8]")
 
 
 def require_few_scans(data: bytes, pixels: int) -> None:
-    """Raises InvalidRequest for a JPEG of more scans than an image of `pixels` may have."""
+    """Refuses a JPEG of more scans than its `pixels` may have. Raises InvalidRequest."""
     most = min(MAX_SCANS, MAX_SCANNED_PIXELS // max(1, pixels))
     if data.startswith(_START) and _has_more_scans(data, most):
         raise InvalidRequest(
@@ -31,7 +31,7 @@ def require_few_scans(data: bytes, pixels: int) -> None:
 
 
 def _has_more_scans(data: bytes, most: int) -> bool:
-    """Stops behind `most`. A file of more markers than any photo counts as one of more scans."""
+    """Stops after `most`. A file of more markers than any photo counts as one of more scans."""
     position, scans = len(_START), 0
     for _ in range(_MAX_MARKERS):
         marker = _MARKER.search(data, position)

@@ -36,7 +36,7 @@ def plain_patterns(pattern: str) -> list[str]:
     if is_split or found:
         mark = found[0][0] if found else "(?!"
         raise SchemaFault(
-            f"the pattern looks around with '{mark}', which can be enforced behind '^' only"
+            f"the pattern looks around with '{mark}', which can be enforced after '^' only"
         )
     return [f"^{rest}", *plain] if rest else plain
 

@@ -79,7 +79,7 @@ def tools_from_json(text: str) -> list[dict[str, Any]]:
 
 
 def check_length(text: str, limit: int, longest_token: int) -> None:
-    """Raises ContextLengthExceeded if the messages have more bytes of text than `limit`.
+    """Refuses messages of more bytes than `limit`. Raises ContextLengthExceeded.
 
     `longest_token`: the most bytes of a token. JSON is never shorter than the text in it, so short
     messages need no parsing.

@@ -30,7 +30,7 @@ class NumberBound:
         """The tokens that may continue a number; those that show that this is none."""
 
     def tail(self, tail: bytes, token: int) -> bytes:
-        """The text's last bytes behind one more token."""
+        """The text's last bytes after one more token."""
         return (tail + self._tokenizer.decode_bytes([token]))[-_TAIL:]
 
     def bounded(self, mask: bytes, tail: bytes) -> bytes:

@@ -94,7 +94,7 @@ class _Cutter(NamedTuple):
     """An image (height, width, 3) scaled: its patches by time, height and width, and its numbers
     from 0 to 255."""
     check: Callable[[int, int], None]
-    """Raises ValueError for a width and a height that cannot be scaled."""
+    """Scales a width and a height. Raises ValueError if they cannot be."""
 
 
 def _qwen(settings: Mapping[str, Any], vision: Vision, path: Path) -> _Cutter:

@@ -153,7 +153,7 @@ class PromptEncoder:
         return None if calls is None else [Call(*call) for call in calls]
 
     async def check(self, spec: GrammarSpec) -> None:
-        """Raises InvalidRequest if a grammar cannot be compiled within the limits.
+        """Compiles a grammar within the limits. Raises InvalidRequest if that fails.
 
         Uses the helper for long requests: if a grammar ends it, its replacement takes seconds, for
         which short prompts must not wait.

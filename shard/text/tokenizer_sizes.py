@@ -16,7 +16,7 @@ _BYTES_AN_ENTRY: Final = 4  # at least: two quotes, a character and a comma
 
 
 def require_reasonable(folder: Path) -> None:
-    """Raises InvalidCheckpoint, which names the file, if one is too large."""
+    """Refuses files that are too large. Raises InvalidCheckpoint, which names the file."""
     for path in tokenizer_files(folder):
         if (size := size_of(path)) > _MAX_TEXT_BYTES:
             raise fault(path, f"has {size} bytes, over the limit of {_MAX_TEXT_BYTES}")
