@@ -48,7 +48,7 @@ def test_a_model_is_found_downloaded_paused_resumed_and_deleted(
     kind, total = request.node.callspec.id, sum(map(len, hub.files.values()))
     with visit(browser, f"http://127.0.0.1:{running.port}", **look) as view:
         page = own_page(view, running)
-        search(page, "tiny")
+        search(page, "er/")
         expect(found(page)).to_have_count(2)
         expect(found(page).first).to_contain_text("6.2 MB · estimated")
         expect(found(page).first).to_contain_text("1,234 downloads a month · 5 likes")
