@@ -136,6 +136,7 @@ class LocalNode:
                 digest=facts.digest,
                 sampling=model.card.sampling.by_field,
                 published_sampling=facts.sampling,
+                kept_reason=self.library.kept_reason(model),
             )
             for model, facts in zip(models, files, strict=True)
         ]

@@ -1,7 +1,7 @@
 """The lists of models that the node shows: what is on the cluster's disks, and the catalogue."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final, get_args
 
@@ -55,7 +55,7 @@ class ModelList:
         others = self._elsewhere(listed, partial)
         listed |= {other["id"] for other in others}
         rest = [self._partial(id, size) for id, size in partial.items() if id not in listed]
-        return [*own, *broken, *others, *rest]
+        return self._with_peers_reasons([*own, *broken, *others, *rest])
 
     async def catalogue(self) -> list[dict[str, Any]]:
         """Every model that there is a card of; `recommended` counts the best for these nodes."""
@@ -147,12 +147,22 @@ class ModelList:
             "unloads_in_s": self._unloads_in_s(record),
             "native_mtp": self._native_mtp(card, head, record),
             "prompt_lookup": self.prompt_lookup(record),
-            "kept": self._kept(model, nodes),
+            "kept": self._library.kept_reason(model) or None,
         }
 
-    def _kept(self, model: KnownModel, nodes: Sequence[str]) -> str | None:
-        """Why no page deletes the model, where only this node has it; None: one may ask."""
-        return self._library.kept_reason(model) or None if len(nodes) == 1 else None
+    def _with_peers_reasons(self, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The entries with `kept`: why no node deletes the model's files; None: a holder may."""
+        reasons: dict[str, list[str]] = {}
+        for member in self._cluster.members():
+            if member.id != self._cluster.self_id:
+                for held in filter(lambda held: held.kept_reason, member.facts.held_models):
+                    reason = f"on {member.facts.name}: {held.kept_reason}"
+                    reasons.setdefault(held.model, []).append(reason)
+        for each in entries:
+            own = [each["kept"]] if each.get("kept") else []
+            known = [*own, *reasons.get(each["id"], [])]
+            each["kept"] = known[0] if known and len(known) == len(each["nodes"]) else None
+        return entries
 
     def _record(self, model: ModelId) -> LoadedPlacement | None:
         """A placement that is being restored has its model, and requests wait for it."""

@@ -124,8 +124,7 @@ def split_reason(num_stages: int) -> str:
     """Why a model that runs on several nodes never drafts."""
     return (
         f"the placement has {num_stages} stages, and native MTP runs only where one node holds the "
-        "whole model; place it on one node (max_nodes = 1) with the memory for it, or choose a "
-        "smaller quantisation"
+        "whole model; place it on one node with the memory for it, or choose a smaller quantisation"
     )
 
 

@@ -75,7 +75,7 @@ def _why_split(
     elif options.nodes:
         cause = "these nodes were asked for"
     elif options.min_nodes > 1:
-        cause = f"min_nodes = {options.min_nodes} was asked for"
+        cause = f"at least {options.min_nodes} nodes were asked for"
     elif alone is not None:
         cause = f"that is quicker than {alone}"
     else:

@@ -630,6 +630,7 @@ class HeldModel(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     PUBLISHED_SAMPLING_FIELD_NUMBER: _builtins.int
+    KEPT_REASON_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     weight_bytes: _builtins.int
     quantization: _builtins.int
@@ -643,6 +644,8 @@ class HeldModel(_message.Message):
     """of its config.json"""
     digest: _builtins.str
     """of its files' names and sizes, in hex"""
+    kept_reason: _builtins.str
+    """why its node deletes none of the files for the page; empty: it does"""
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """as in cards"""
@@ -669,10 +672,11 @@ class HeldModel(_message.Message):
         digest: _builtins.str = ...,
         sampling: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         published_sampling: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        kept_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "context_length", b"context_length", "digest", b"digest", "format", b"format", "head", b"head", "model", b"model", "model_type", b"model_type", "published_sampling", b"published_sampling", "quantization", b"quantization", "sampling", b"sampling", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "context_length", b"context_length", "digest", b"digest", "format", b"format", "head", b"head", "kept_reason", b"kept_reason", "model", b"model", "model_type", b"model_type", "published_sampling", b"published_sampling", "quantization", b"quantization", "sampling", b"sampling", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

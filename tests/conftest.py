@@ -194,6 +194,7 @@ SLOW_FILES = {
         "dashboard/test_page_text",
         "dashboard/test_page_chat",
         "dashboard/test_page_picker",
+        "dashboard/test_page_details",
         "dashboard/test_page_places",
         "dashboard/test_page_copies",
         "dashboard/test_page_first_visit",

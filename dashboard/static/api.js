@@ -1,5 +1,7 @@
 /** The node's HTTP API: the key, JSON calls and their errors. */
 
+import { sentence } from "./format.js";
+
 const KEY = "exo-node.api-key";
 const SESSION = "exo-node.session";
 
@@ -24,7 +26,7 @@ export async function beginSession() {
 /** A refusal by the node (`status` is HTTP's), or no answer at all (`status` 0). */
 export class ApiError extends Error {
   constructor(message, { status = 0, code = "unreachable" } = {}) {
-    super(message);
+    super(sentence(message));
     this.name = "ApiError";
     this.status = status;
     this.code = code;

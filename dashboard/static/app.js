@@ -3,6 +3,7 @@
 import { apiKey, beginSession, forgetKey, rememberKey } from "./api.js";
 import { Chat } from "./chat.js";
 import { draftName } from "./drafts.js";
+import { setCommand } from "./format.js";
 import { LOOKING, mayChange, useNode } from "./node.js";
 import { Header, SideBar } from "./frame.js";
 import { Keys } from "./keys.js";
@@ -27,6 +28,7 @@ function App({ refusal }) {
   const address = useAddress();
   const { place, detail } = address;
   useTalk(talk);
+  if (data.cluster?.command) setCommand(data.cluster.command);
   // Without a detail it is the conversation that was shown last.
   useEffect(() => {
     if (place === "chat" && detail && talk.ready) talk.show(detail);

@@ -54,7 +54,10 @@ export function Chat({ data, talk, refresh }) {
         noImages=${noImages(model)} onType=${PARTS.Thread}
         onSend=${(text, images, files) => talk.ask(text, request(), undefined, images, files)} />
       ${choosing && Options && html`<${Options} options=${options} drafts=${drafts} model=${model}
-        onChange=${(change) => talk.setOptions({ ...options, ...change })} onClose=${() => setChoosing(false)} />`}
+        onChange=${(change) => talk.setOptions({ ...options, ...change })} onClose=${() => {
+          setChoosing(false);
+          document.querySelector(".options-toggle").focus();
+        }} />`}
     </div>`;
 }
 

@@ -2,7 +2,7 @@
 
 import { call } from "./api.js";
 import { Copies, answerWords, byModel, useAnswers } from "./copies.js";
-import { bytes, layerRange, naturally, plural, short, tone, whole } from "./format.js";
+import { bytes, layerRange, naturally, plural, sentence, short, tone, whole } from "./format.js";
 import { Joining } from "./joining.js";
 import { mayChange, nameOf, roster } from "./node.js";
 import { Reason } from "./reason.js";
@@ -100,7 +100,7 @@ function Layout({ placement, known }) {
     <ol class="layers" aria-label=${`Layers of ${model} by node`}>
       ${stages.map((stage, index) => html`<${Segment} key=${index} stage=${stage} known=${known} />`)}
     </ol>
-    ${error && html`<p class="notice bad">${error}</p>`}
+    ${error && html`<p class="notice bad">${sentence(error)}</p>`}
     <${Reason} reason=${reason} lead=${moved} />`;
 }
 

@@ -49,7 +49,7 @@ export function Composer({ name, noImages, onType, busy, disabled, choosing, sum
         placeholder=${placeholder} onInput=${onInput} onKeyDown=${onKeyDown}></textarea>
       <div class="line">
         <button type="button" class="quiet options-toggle" aria-expanded=${choosing} onClick=${onOptions}>${words}</button>
-        <${Chooser} disabled=${disabled} onFiles=${attached.take} />
+        <${Chooser} disabled=${disabled} noImages=${noImages} onFiles=${attached.take} />
         <button type="button" class="quiet hint end" onClick=${showKeys}>Enter sends · Keys</button>
         ${busy
           ? html`<button type="button" key="stop" class="stop" onClick=${onStop}>Stop</button>`

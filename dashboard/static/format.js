@@ -53,8 +53,21 @@ const TONES = {
 /** The colour class of a state word; the word comes from a peer, so it never becomes a class. */
 export const tone = (state) => (Object.hasOwn(TONES, state) ? TONES[state] : "idle");
 
-/** A message as the page shows it alone: with a capital at its beginning. */
-export const sentence = (text) => String(text).charAt(0).toUpperCase() + String(text).slice(1);
+let command = "exo-node";
+
+/** Takes the command as it can be typed on the node's machine. */
+export const setCommand = (typed) => (command = typed);
+
+/** What messages begin with that is no name: of those many begin with a small letter. */
+const PLAIN = /^(the|this|it|its|an?|no|none|nothing|nobody|not|there|their|they|another|one|only|some|each|all)(?= )/;
+const PATH = /'?messages\[\d*\][\w.[\]]*'?/g;
+
+/** A message as the page shows it: without paths into a request, its commands as they can be typed. */
+export const sentence = (text) =>
+  String(text)
+    .replace(PATH, (path) => (path.includes("image") ? "the image" : "the message"))
+    .replaceAll("`exo-node ", () => `\`${command} `)
+    .replace(PLAIN, (word) => word[0].toUpperCase() + word.slice(1));
 
 /** Names in the order that people count: mac-2 before mac-10. */
 export const naturally = new Intl.Collator("en", { numeric: true, sensitivity: "base" }).compare;

@@ -28,7 +28,7 @@ export function Place({ data, state }) {
   return html`
     <div class="place">
       <div class="line">
-        <p class="muted">Requests that came to this node, since this page was opened; every two seconds while you look.</p>
+        <p class="muted">Requests that came to this node, since this page was opened; every two seconds while you look, or an answer of this page is written.</p>
         <button class="end" disabled=${nothing} onClick=${() => save(`${name}.csv`, asCsv(samples))}>CSV</button>
         <button disabled=${nothing} onClick=${() => save(`${name}.json`, JSON.stringify(rows(samples), null, 2))}>JSON</button>
       </div>

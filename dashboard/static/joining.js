@@ -1,7 +1,6 @@
 /** Who asks to be let into the cluster, and on a new node the digits that let it into another. */
 
 import { call } from "./api.js";
-import { sentence } from "./format.js";
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.module.js";
 
 const spaced = (code) => `${String(code).slice(0, 3)} ${String(code).slice(3)}`;
@@ -19,7 +18,7 @@ export function Joining({ joining, refresh }) {
       await call("POST", "/v1/join/again", { body: {} });
       setNews({ bad: false, text: "This node asks again; its digits appear here in a moment." });
     } catch (error) {
-      setNews({ bad: true, text: sentence(error.message) });
+      setNews({ bad: true, text: error.message });
     }
     refresh();
   }
@@ -56,7 +55,7 @@ function Request({ request, refresh, mayDecide, tell }) {
       await call("POST", `/v1/join/requests/${encodeURIComponent(request.id)}/${deed}`, { body });
       tell({ bad: false, text: `${request.name} ${done}.` });
     } catch (error) {
-      tell({ bad: true, text: sentence(error.message) });
+      tell({ bad: true, text: error.message });
     }
     setDigits("");
     setBusy("");

@@ -1,7 +1,7 @@
 /** Before a model is loaded: where it would go, why, what else there is, and what a loss would mean. */
 
 import { call } from "./api.js";
-import { bytes, duration, layerRange, naturally, plural, rate } from "./format.js";
+import { bytes, duration, layerRange, naturally, plural, rate, sentence } from "./format.js";
 import { fits } from "./model_row.js";
 import { firstClause } from "./reason.js";
 import { html, useEffect, useRef, useState } from "./vendor/htm-preact.module.js";
@@ -17,7 +17,12 @@ export function LoadDialog({ model, nodes, onClose }) {
   const [refused, setRefused] = useState("");
   useEffect(() => {
     box.current.showModal();
+    box.current.focus();
   }, []);
+  // The choice comes first, once there is one and unless somebody has gone elsewhere.
+  useEffect(() => {
+    if (document.activeElement === box.current) box.current.querySelector("[name=way]:checked")?.focus();
+  }, [preview]);
   const chosen = preview?.[way] ?? preview?.best;
 
   async function load(event) {
@@ -36,7 +41,7 @@ export function LoadDialog({ model, nodes, onClose }) {
   }
 
   return html`
-    <dialog ref=${box} aria-labelledby="load-title" onClose=${onClose}>
+    <dialog ref=${box} tabindex="-1" aria-labelledby="load-title" onClose=${onClose}>
       <form onSubmit=${load}>
         <div>
           <h2 id="load-title">Load ${model.id}</h2>
@@ -70,7 +75,7 @@ export function LoadDialog({ model, nodes, onClose }) {
               onSplit=${(one) => { setWay("best"); setSplit(one); }} />
           </details>`}
         ${preview?.best?.reason && html`<details><summary>Why there</summary><p class="muted small">${preview.best.reason}</p></details>`}
-        ${preview?.refusal && html`<p class="notice bad" role="alert">${preview.refusal}</p>`}
+        ${preview?.refusal && html`<p class="notice bad" role="alert">${sentence(preview.refusal)}</p>`}
         ${refused && html`<p class="notice bad" role="alert">${refused}</p>`}
         <div class="line foot">
           <button type="button" onClick=${onClose}>Cancel</button>

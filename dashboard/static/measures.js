@@ -6,38 +6,48 @@ import { useEffect, useState } from "./vendor/htm-preact.module.js";
 const EVERY_MS = 2000;
 const KEPT = 450;
 const LINE = /^([a-zA-Z_:][\w:]*)(?:\{([^}]*)\})? (\S+)/;
-const samples = [];
 /** Of this page, oldest first: going elsewhere and back does not lose them. */
-
+const samples = [];
+const users = new Set();
+let timer = 0;
 /**
- * The samples so far, and one more every two seconds while they are looked at: nobody elsewhere on
- * the page and no hidden tab asks. Events do not tell of tokens, and an event for each would cost
- * every page more than this costs the one that is looked at.
+ * The samples so far, and one more every two seconds while they are looked at or an answer of this
+ * page is written: nobody else and no hidden tab asks. Events do not tell of tokens, and an event for
+ * each would cost every page more than this costs the one that is looked at.
  */
 export function useSamples() {
   const [state, setState] = useState({ samples, error: "" });
-  useEffect(() => {
-    let timer = 0;
-    let stopped = false;
-    async function sample() {
-      clearTimeout(timer);
-      if (document.hidden) return; // its return begins anew
-      const error = await taken();
-      if (stopped) return;
-      setState({ samples: samples.slice(), error });
-      clearTimeout(timer);
-      timer = setTimeout(sample, EVERY_MS);
-    }
-    document.addEventListener("visibilitychange", sample);
-    sample();
-    return () => {
-      stopped = true;
-      clearTimeout(timer);
-      document.removeEventListener("visibilitychange", sample);
-    };
-  }, []);
+  useEffect(() => sampling((error) => setState({ samples: samples.slice(), error })), []);
   return state;
 }
+
+/** Samples until `answer` settles, and once more: its figures are whole only then. */
+export async function sampleDuring(answer) {
+  const end = sampling(() => {});
+  try {
+    return await answer;
+  } finally {
+    taken().then(end);
+  }
+}
+
+/** Calls `onSample` with what went wrong, or "", after each sample; returns what ends that. */
+function sampling(onSample) {
+  users.add(onSample);
+  sample();
+  return () => users.delete(onSample);
+}
+
+async function sample() {
+  clearTimeout(timer);
+  if (users.size === 0 || document.hidden) return; // its return begins anew
+  const error = await taken();
+  for (const user of users) user(error);
+  clearTimeout(timer);
+  timer = setTimeout(sample, EVERY_MS);
+}
+
+document.addEventListener("visibilitychange", sample);
 
 async function taken() {
   try {

@@ -2,7 +2,7 @@
 
 import { call } from "./api.js";
 import { answersOn } from "./copies.js";
-import { bytes, naturally, plural, profileWords } from "./format.js";
+import { bytes, naturally, plural, profileWords, sentence } from "./format.js";
 import { Offers, Search } from "./hub.js";
 import { LoadDialog } from "./load.js";
 import { Badge, facts, ModelName, speed } from "./model_row.js";
@@ -138,8 +138,8 @@ function Model({ model, copies, may, refresh, nodes, onLoad, onRemove, onChat })
       </details>
       ${copies.filter(({ status }) => status === "loading").map((copy) => html`
         <${Progress} key=${copy.id} placement=${copy} model=${model} nodes=${nodes} />`)}
-      ${model.error && html`<p class="notice bad small">${model.error}</p>`}
-      ${placement?.error && html`<p class="notice bad small">${placement.error}</p>`}
+      ${model.error && html`<p class="notice bad small">${sentence(model.error)}</p>`}
+      ${placement?.error && html`<p class="notice bad small">${sentence(placement.error)}</p>`}
       ${failure && html`<p class="notice bad" role="alert">${failure}</p>`}
     </li>`;
 }

@@ -52,15 +52,16 @@ export function useAttachments(begun, noImages) {
   return { urls, files, pending, take, drop, dropFile, fault, clear };
 }
 
-/** A button that lets somebody choose images and text files. */
-export function Chooser({ disabled, onFiles }) {
+/** A button that lets somebody choose images and text files; `noImages`: why no images. */
+export function Chooser({ disabled, noImages, onFiles }) {
   const field = useRef(null);
   const onChange = ({ target }) => {
     onFiles([...target.files]);
     target.value = ""; // the same file may be chosen again
   };
   return html`
-    <button type="button" class="quiet" disabled=${disabled} onClick=${() => field.current.click()}>Attach</button>
+    <button type="button" class="quiet" disabled=${disabled} title=${noImages && `${noImages} Text files go with a message.`}
+      onClick=${() => field.current.click()}>Attach</button>
     <input ref=${field} type="file" multiple hidden aria-label="Choose images or text files" onChange=${onChange} />`;
 }
 

@@ -138,8 +138,9 @@ export class Talk {
     this.#put(conversation, true);
     const draw = (change, save) => this.#patch(conversation.id, message.id, change, save);
     const onLeave = (change) => leave(conversation.id, message.id, change);
-    const { received } = await import("./receiving.js"); // with the first answer
-    const end = await received({ ...fields, messages }, message, abort.signal, draw, onLeave);
+    // Fetched with the first answer.
+    const [{ received }, { sampleDuring }] = await Promise.all([import("./receiving.js"), import("./measures.js")]);
+    const end = await sampleDuring(received({ ...fields, messages }, message, abort.signal, draw, onLeave));
     if (this.#running.get(conversation.id) === abort) this.#running.delete(conversation.id);
     draw(end, true);
     return end;

@@ -218,6 +218,10 @@ def test_an_answer_shows_its_thinking_its_calls_and_where_its_tokens_come_from(
     answer.get_by_role("button", name="Tokens", exact=True).click()
     expect(answer.locator(".token-text .token.draft")).to_have_text(["one", " two"])
     expect(answer.locator(".token-text .token.own")).to_have_text([" three"])
+    answer.locator(".token-text .token").nth(1).click()
+    expect(answer.locator(".legend").get_by_role("status")).to_have_text(
+        "two: accepted draft, 90.5 %"
+    )
     # Two rounds drafted, and one of them a second token: what was not drafted was not rejected.
     positions = answer.get_by_label("Accepted drafts by position").get_by_role("listitem")
     expect(positions).to_have_text(["draft 1100 %", "draft 2100 %"])
@@ -362,7 +366,7 @@ def test_a_refusal_is_shown_and_can_be_tried_again(view: Visit, node: Node) -> N
     del node.chat.scripts["demo"]
     page = view.go()
     send(view, "Hello")
-    expect(answers(view).get_by_role("alert")).to_contain_text("there is no model 'demo'")
+    expect(answers(view).get_by_role("alert")).to_contain_text("There is no model 'demo'")
     node.chat.reset()
     page.get_by_role("button", name="Try again").click()
     expect(answers(view).last).to_contain_text("héllo")

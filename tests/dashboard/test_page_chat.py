@@ -91,7 +91,7 @@ def test_an_answer_that_cannot_be_continued_says_why_and_stays(view: Visit, node
     again = answers(view).get_by_role("button", name="Continue")
     node.chat.scripts["demo"] = says(then=PeerLost("a stage is gone"))
     again.click()
-    expect(answers(view).get_by_role("alert")).to_contain_text("a stage is gone")
+    expect(answers(view).get_by_role("alert")).to_contain_text("A stage is gone")
     expect(answers(view)).to_contain_text("half")
     node.chat.scripts["demo"] = says(then=InvalidRequest("the template cannot continue"))
     again.click()

@@ -191,6 +191,7 @@ def test_a_model_is_previewed_spread_and_loaded(pair: Pair) -> None:
         go(view, "Models")
         page.get_by_role("button", name="Unload demo").click()
         page.get_by_role("button", name="Load demo", exact=True).click(timeout=WITHIN_MS)
+        expect(page.get_by_role("button", name="Delete demo")).to_have_count(0)  # on either disk
         dialog = page.get_by_role("dialog")
         expect(dialog).to_contain_text("Best: mac-")
         expect(dialog).to_contain_text("Next best")

@@ -131,7 +131,7 @@ def test_a_refusal_is_shown_and_the_number_stays(view: Visit, node: Node, cluste
     view.page.route("**/v1/placements", refuse)
     _ = view.go("#/cluster")
     control(view).get_by_role("button", name="One copy more").click()
-    expect(control(view).get_by_role("alert")).to_have_text("no head is elected")
+    expect(control(view).get_by_role("alert")).to_have_text("No head is elected")
     expect(control(view).get_by_role("status")).to_have_text("1")
 
 

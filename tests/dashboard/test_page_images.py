@@ -159,7 +159,22 @@ def test_a_model_that_reads_no_images_says_so(view: Visit, node: Node) -> None:
     page = view.go("")
     chosen(page, "one.png", png(40, 20))
     send(view, "What is this?")
+    expect(page.locator(".said")).to_contain_text("The image asks the model to see pictures")
     expect(page.locator(".said")).to_contain_text("this model has no tower for images")
+    expect(page.get_by_text("messages[")).to_have_count(0)
+
+
+def test_the_button_says_beforehand_that_a_model_reads_no_images(
+    view: Visit, cluster: Cluster
+) -> None:
+    cluster.models = [model("demo", loaded=True, nodes=1, capabilities=["tools"])]
+    page = view.go("")
+    expect(page.get_by_role("button", name="Attach")).to_have_accessible_description(
+        "demo reads no images. Text files go with a message."
+    )
+    choose(page, ("one.png", png(40, 20)))
+    expect(page.get_by_role("alert")).to_have_text("demo reads no images.")
+    assert view.violations() == []
 
 
 @pytest.mark.parametrize("window", [DESK, PHONE], ids=["desk", "phone"])

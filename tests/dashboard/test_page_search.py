@@ -21,7 +21,7 @@ def test_a_search_that_fails_or_finds_nothing_says_so(
     expect(page.get_by_text("The hub has no model in safetensors format")).to_be_visible()
     node.files.refusal = DownloadFailed("the hub could not be searched", param="HF_ENDPOINT")
     search(page, "again")
-    expect(page.get_by_role("alert")).to_have_text("the hub could not be searched")
+    expect(page.get_by_role("alert")).to_have_text("The hub could not be searched")
     assert view.violations() == []
 
 

@@ -120,7 +120,7 @@ def test_an_embedder_is_not_split_even_where_no_node_alone_has_the_memory() -> N
 def test_a_split_says_why_and_why_it_cannot_draft() -> None:
     model, view = card(native_mtp=MTP), cluster(800 * KB, 800 * KB)
     forced = plan(model, cluster(10**9, 10**9), asking(min_nodes=2))
-    assert "min_nodes = 2 was asked for; no native MTP: it runs only where" in forced.reason
+    assert "at least 2 nodes were asked for; no native MTP: it runs only where" in forced.reason
     assert "node-a layers 0-5, node-b layers 6-11" in forced.reason
     needed = plan(model, view)
     assert "no node alone has enough memory (0.01 GB" in needed.reason

@@ -1,0 +1,130 @@
+"""Where the focus goes, how large and how aligned things are, and how messages are worded."""
+
+import re
+from typing import Any
+
+import pytest
+from browser import DESK, PHONE, Visit, send, visit, wait_for_answer
+from fakes import Json
+from http_node import Node
+from page_cluster import Cluster, copy, member, planned, stage
+from playwright.sync_api import Browser, expect
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_escape_in_the_options_leads_back_to_their_button(view: Visit) -> None:
+    page = view.go()
+    button = page.get_by_role("button", name="Options", exact=True)
+    button.click()
+    page.get_by_label("Temperature").press("Escape")
+    expect(page.get_by_label("Temperature")).to_have_count(0)
+    expect(button).to_be_focused()
+    button.click()
+    page.get_by_label("Close options").click()
+    expect(button).to_be_focused()
+
+
+def test_the_load_dialog_begins_at_the_chosen_placement(view: Visit, cluster: Cluster) -> None:
+    both = {"best": planned(stage(1, 0, 16, 1)), "runner_up": planned(stage(2, 0, 16, 1))}
+    cluster.previews = {"": both}
+    page = view.go("#/models")
+    page.get_by_role("button", name="Load demo", exact=True).click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog.get_by_role("radio", name=re.compile("^Best"))).to_be_focused()
+    expect(dialog.get_by_text("about 25 tok/s")).to_have_count(2)
+    page.keyboard.press("ArrowDown")
+    expect(dialog.get_by_role("radio", name="Next best")).to_be_checked()
+    dialog.get_by_text("Memory of the context").click()
+    dialog.get_by_label("Attention caches").select_option("8")
+    expect(dialog.get_by_role("radio").first).to_be_visible()
+    expect(dialog.locator("summary").first).to_be_focused()  # another plan moves nobody
+    assert view.violations() == []
+
+
+def test_insight_has_what_happened_while_an_answer_of_the_page_was_written(
+    view: Visit, node: Node
+) -> None:
+    async def metrics() -> tuple[bytes, str]:
+        return (
+            f"vllm:generation_tokens_total {5 * len(node.chat.requests)}\n".encode(),
+            "text/plain",
+        )
+
+    node.operations.metrics = metrics  # type: ignore[method-assign]
+    page = view.go()
+    expect(page.get_by_label("Message")).to_be_enabled()
+    assert view.count_requests("/metrics") == 0
+    send(view, "Go")
+    wait_for_answer(view)
+    view.until(lambda: view.count_requests("/metrics") >= 2)
+    page.get_by_role("navigation").get_by_role("link", name="Insight").click()
+    expect(page.locator(".chart")).to_have_count(9)
+    page.get_by_role("navigation").get_by_role("link", name="Chat").click()
+    seen = view.count_requests("/metrics")
+    page.wait_for_timeout(2_500)
+    assert view.count_requests("/metrics") == seen  # nothing asks while nothing is written
+
+
+@pytest.mark.parametrize("look", [DESK, PHONE], ids=["desk", "phone"])
+def test_what_is_tapped_in_the_header_is_large_enough(
+    browser: Browser, node: Node, cluster: Cluster, look: dict[str, Any]
+) -> None:
+    cluster.nodes = [member(1), member(2)]
+    with visit(browser, f"http://127.0.0.1:{node.port}", **look) as view:
+        bounds = view.go().get_by_role("link", name="2 of 2 nodes").bounding_box()
+        assert bounds is not None
+        assert min(bounds["width"], bounds["height"]) >= 24  # 2.5.8 of WCAG
+
+
+COLOUR = "one => getComputedStyle(one).backgroundColor"
+FILL = "one => getComputedStyle(one).fill"
+
+
+def test_cards_of_nodes_are_aligned_and_a_dead_one_has_one_colour(
+    view: Visit, cluster: Cluster
+) -> None:
+    cluster.nodes = [member(1), member(2), member(3, status="dead")]
+    page = view.go("#/cluster")
+    facts = page.locator(".cards .node > p:nth-of-type(2)")
+    expect(facts).to_have_count(3)
+    tops = [bounds["y"] for each in facts.all() if (bounds := each.bounding_box()) is not None]
+    cards = [bounds["y"] for each in page.locator(".cards .node").all()
+             if (bounds := each.bounding_box()) is not None]  # fmt: skip
+    depths = {round(top - card) for top, card in zip(tops, cards, strict=True)}
+    assert len(depths) == 1
+    dead = page.locator(".faded .swatch").evaluate(COLOUR)
+    assert dead == page.locator(".topology .card.dead .dot").evaluate(FILL)
+    assert dead != page.locator(".cards .swatch").first.evaluate(COLOUR)
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("the digits did not match", "The digits did not match"),
+        ("demo has 16 layers; give fewer", "demo has 16 layers; give fewer"),
+        ("no-name/model is loaded", "no-name/model is loaded"),
+        ("it stays; `exo-node models rm x` does", "It stays; `/v/b/exo-node models rm x` does"),
+        ("'messages[2].content[0].image_url.url' is none; x", "The image is none; x"),
+        ("'messages[0].content' is empty", "The message is empty"),
+        ("a $& of `exo-node`", "A $& of `exo-node`"),
+    ],
+)  # fmt: skip
+def test_messages_begin_as_sentences_name_no_paths_and_can_be_typed(
+    view: Visit, cluster: Cluster, message: str, shown: str
+) -> None:
+    cluster.identity = {"command": "/v/b/exo-node"}
+    cluster.nodes = [member(1), member(2)]
+    refused: Json = {"error": {"message": message, "code": "refused"}}
+    cluster.placements = [copy(1)]
+    view.page.route(
+        "**/v1/placements",
+        lambda route: (
+            route.fulfill(status=400, json=refused)
+            if route.request.method == "POST"
+            else route.continue_()
+        ),
+    )
+    page = view.go("#/cluster")
+    page.get_by_role("button", name="One copy more").click()
+    expect(page.get_by_role("alert").last).to_have_text(shown)
