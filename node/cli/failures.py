@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, runtime_checkable
@@ -21,6 +22,17 @@ _OF_THE_MACHINE: Final = {
     errno.EPERM: "mend its permissions",
 }
 """The faults of a disk and its permissions, with their remedies."""
+
+
+_PLACEMENT_FIELDS: Final = "min_nodes|max_nodes|kv_bits"
+_ALL_FIELDS: Final = f"{_PLACEMENT_FIELDS}|num_draft_tokens|max_tokens"
+"""Fields of the API that flags are called after, and that no other word reads like."""
+
+
+def as_flags(text: str, fields: str = _PLACEMENT_FIELDS) -> str:
+    """`text` of the API with fields as flags: `--min-nodes 1` for `min_nodes = 1`."""
+    pattern = rf"'?(?<![\w-])({fields})\b'?( = )?"
+    return re.sub(pattern, lambda m: f"--{m[1].replace('_', '-')}{' ' * bool(m[2])}", text)
 
 
 @runtime_checkable
@@ -43,7 +55,8 @@ class CommandFailure:
 
     def sentence(self) -> str:
         """The line for a person."""
-        return self.message if self.remedy is None else f"{self.message}; {self.remedy}"
+        text = self.message if self.remedy is None else f"{self.message}; {self.remedy}"
+        return as_flags(text, _ALL_FIELDS)
 
     def as_json(self) -> str:
         """The line for a program."""

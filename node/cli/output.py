@@ -17,6 +17,7 @@ from ...placement.errors import InvalidSettings
 from ..machine.log import escape_controls
 from ..machine.own_command import typable
 from .client import Comment
+from .failures import as_flags
 
 _UNLIMITED: Final = 1_000_000
 _OF_A_LOADED_MODEL: Final = ("prefill", "resuming")
@@ -48,7 +49,8 @@ def table(
     for name in header:
         grid.add_column(Text(name), overflow="ellipsis" if one_line else "fold")
     for row in rows:
-        grid.add_row(*(Text(escape_controls(cell), no_wrap=one_line or None) for cell in row))
+        cells = (escape_controls(as_flags(cell)) for cell in row)
+        grid.add_row(*(Text(cell, no_wrap=one_line or None) for cell in cells))
     console = Console(width=width or _UNLIMITED, height=1, color_system=None)
     with console.capture() as captured:
         console.print(grid)
@@ -61,8 +63,9 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def joined(lines: Iterable[str]) -> str:
-    """One text of lines, with commands as they can be typed here, and no control characters."""
-    return "\n".join(escape_controls(typable(line)) for line in lines)
+    """One text of lines, with commands and options as they can be typed here, and no control
+    characters."""
+    return "\n".join(escape_controls(typable(as_flags(line))) for line in lines)
 
 
 def text_of(value: object) -> str:

@@ -7,7 +7,7 @@ from urllib.parse import urlencode
 from ...placement.cluster import layer_range
 from . import flags
 from .client import call, connect
-from .output import caches_text, print_json, size
+from .output import caches_text, joined, print_json, size
 
 
 def plan(
@@ -62,7 +62,7 @@ def preview_text(preview: Mapping[str, Any]) -> str:
     ]
     if refusal := preview.get("refusal"):
         lines.append(f"not loaded as it is: {refusal}")
-    return "\n".join(lines)
+    return joined(lines)
 
 
 def _placement_lines(name: str, placement: Mapping[str, Any]) -> list[str]:

@@ -1,8 +1,8 @@
 """The page of a real cluster: two nodes with the demo, and a third that joins."""
 
 import re
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ WITHIN_MS = 1000 * WITHIN_S
 pytestmark = pytest.mark.timeout(600)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pair:
     browser: Browser
     one: Node
@@ -27,11 +27,25 @@ class Pair:
     ports: list[int]
     """Ports for node-to-node traffic: those of the two nodes, and a free one."""
     root: Path
+    start_two: Callable[[], Node]
+
+    def load(self, replicas: int = 1, **options: int) -> None:
+        """Brings both nodes and the demo into the state that a test begins with."""
+        if self.two.process.poll() is not None:
+            self.two = self.start_two()
+        eventually(lambda: {"mac-1", "mac-2"} <= set(alive(self.one)), WITHIN_S)
+        body = {"model": "demo", "replicas": replicas, **options}
+        reply = self.one.call("POST", "/v1/placements", body, timeout_s=WITHIN_S)
+        assert reply.status == 200, reply
+        eventually(lambda: self._states() == ["ready"] * replicas, WITHIN_S)
+
+    def _states(self) -> list[str]:
+        return [each["status"] for each in self.one.call("GET", "/v1/placements").body["data"]]
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Two nodes that all tests share in the order of this file; the last test kills one."""
+    """Two nodes that all tests share, in whatever order."""
     root = tmp_path_factory.mktemp("page")
     ports = free_ports(3)
     key = {"EXO_CLUSTER_KEY": "a" * 32}
@@ -42,10 +56,15 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with (
         browsers() as browser,
         node(root / "mac-1", *flags(ports[0], ports[1]), env=key) as one,
-        node(root / "mac-2", *flags(ports[1], ports[0]), env=key) as two,
+        ExitStack() as stack,
     ):
-        eventually(lambda: len(alive(one)) == 2, WITHIN_S)
-        yield Pair(browser, one, two, ports, root)
+
+        def start_two() -> Node:
+            (root / "mac-2" / "node.json").unlink(missing_ok=True)
+            two = node(root / "mac-2", *flags(ports[1], ports[0]), env=key)
+            return stack.enter_context(two)
+
+        yield Pair(browser, one, start_two(), ports, root, start_two)
 
 
 def alive(running: Node) -> list[str]:
@@ -74,6 +93,7 @@ def loaded_model(view: Visit) -> Locator:
 
 
 def test_a_fresh_cluster_answers_the_first_message(pair: Pair) -> None:
+    """Fresh where this test is the first one."""
     with owners(pair) as view:
         page = view.page
         page.get_by_label("Message").fill("Tell me a story.")
@@ -103,6 +123,7 @@ def test_the_link_of_every_node_gives_the_rights_of_its_user(pair: Pair) -> None
 
 
 def test_mtp_is_turned_off_with_the_reason_shown(pair: Pair) -> None:
+    pair.load()
     with owners(pair) as view:
         go(view, "Models")
         drafts = "MTP on, drafts up to 3 a round (K = "
@@ -119,6 +140,7 @@ def test_mtp_is_turned_off_with_the_reason_shown(pair: Pair) -> None:
 
 
 def test_two_copies_answer_and_a_third_has_no_room(pair: Pair) -> None:
+    pair.load()
     with owners(pair) as view:
         page = view.page
         go(view, "Cluster")
@@ -143,6 +165,7 @@ def test_two_copies_answer_and_a_third_has_no_room(pair: Pair) -> None:
 
 
 def test_a_conversation_stays_on_its_copy_and_the_page_says_why(pair: Pair) -> None:
+    pair.load(replicas=2)
     story = "Once upon a time a little dog lived in a house with a garden. " * 24
     with owners(pair) as view:
         page = view.page
@@ -170,6 +193,7 @@ def say(page: Page, text: str) -> Locator:
 
 
 def test_the_number_of_copies_follows_the_answers(pair: Pair) -> None:
+    pair.load()
     with owners(pair) as view:
         go(view, "Cluster")
         control = view.page.get_by_role("group", name="Copies of demo")
@@ -186,6 +210,7 @@ def demo(pair: Pair) -> Any:
 
 
 def test_a_model_is_previewed_spread_and_loaded(pair: Pair) -> None:
+    pair.load()
     with owners(pair) as view:
         page = view.page
         go(view, "Models")
@@ -232,6 +257,7 @@ def test_a_joining_node_is_approved_by_its_digits(pair: Pair) -> None:
 
 
 def test_an_answer_resumes_when_a_node_is_killed_and_the_page_shows_the_loss(pair: Pair) -> None:
+    pair.load(min_nodes=2, max_nodes=2)
     with owners(pair) as view:
         page = view.page
         page.get_by_label("Message").fill("Tell me a story.")

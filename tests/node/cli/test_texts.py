@@ -1,14 +1,16 @@
 """The texts of the commands as a person reads them, whole; a pipe gets them without wrapping."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from exo_node.node.cli.bench import profile_text
+from exo_node.node.cli.failures import CommandFailure
 from exo_node.node.cli.join import nodes_text, rekey_text
 from exo_node.node.cli.models import list_text, model_text, recommendation_text
-from exo_node.node.cli.output import table
+from exo_node.node.cli.output import joined, table
 from exo_node.node.cli.status import placement_row, status_text
 
 Json = Mapping[str, Any]
@@ -372,3 +374,29 @@ def test_a_profile_without_measurements(count: int) -> None:
     lines = profile_text({"nodes": nodes, "links": []}).split("\n")
     assert "no model was timed yet: that happens when a node loads one for the first time" in lines
     assert ("no link was measured yet: try again in a moment" in lines) == (count == 2)
+
+
+# ---------------------------------------------------------------------------- words of the API
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("place it on one node (max_nodes = 1) with room", "(--max-nodes 1) with room"),
+        ("because min_nodes = 3 was asked for", "because --min-nodes 3 was asked for"),
+        ("min_nodes is 5 of 2 live nodes", "--min-nodes is 5 of"),
+        ("'kv_bits' is 3; give 4", "--kv-bits is 3; give 4"),
+        ("`exo-node plan --min-nodes 2`", "plan --min-nodes 2"),
+        ("my_min_nodes and min_nodes_2 stay", "my_min_nodes and min_nodes_2 stay"),
+    ],
+)
+def test_fields_of_the_api_are_flags_on_the_terminal(text: str, expected: str) -> None:
+    assert expected in joined([text])
+    assert expected in CommandFailure(text, "x", 1).sentence()
+    error = json.loads(CommandFailure(text, "x", 1).as_json())["error"]
+    assert error["message"] == text, "programs get the words of the API"
+
+
+def test_an_error_of_an_answer_names_the_flags_of_the_question() -> None:
+    failure = CommandFailure("num_draft_tokens is 9; ask for 0 (off) to 3", "x", 1)
+    assert failure.sentence() == "--num-draft-tokens is 9; ask for 0 (off) to 3"
