@@ -109,8 +109,7 @@ class Placements:
         """Another node is the head and continues with the runners: none is unloaded."""
         if self._view.term == 0:
             return
-        for record in self.records:
-            log.info("%s of %s is another head's now", record.id, record.card.id)
+        log.info("another head has %s now", ", ".join(record.id for record in self.records))
         self._view.term = 0
         self.leading.clear()
         self.over.set()
@@ -157,10 +156,9 @@ class Placements:
     async def ensure(
         self, model: ModelId, prefixes: Mapping[PlacementId, pb.CachedPrefix] | None = None
     ) -> Assignment:
-        """The model's placement for a new answer, loaded on first use. `prefixes`: what its
-        replicas have cached of the prompt.
+        """The model's placement for a new answer, loaded on first use.
 
-        Raises what planning and loading raise.
+        `prefixes`: what replicas have cached of the prompt. Raises what planning and loading raise.
         """
         await self._cards.resolve(model)
         desired = self.desired.get(model) or Desired(model)
@@ -169,8 +167,7 @@ class Placements:
         self.desired.note(replace(desired, used_at=self._clock()))
         if (refusal := self._observations.refusal(model)) is not None:
             raise refusal
-        waiter = Waiter(model, self._clock(), prefixes=prefixes or {})
-        assignment = await self._wait(waiter)
+        assignment = await self._wait(Waiter(model, self._clock(), prefixes=prefixes or {}))
         self.desired.touch(model)
         return assignment
 
@@ -214,8 +211,7 @@ class Placements:
             raise PlacementNotFound(f"no placement {placement} is here", param="id")
         model = record.card.id
         desired = self.desired.get(model)
-        others = [r for r in self.records if r.card.id == model and r is not record]
-        if desired is not None and any(other.status == "ready" for other in others):
+        if desired is not None and self.ready_replicas(model) > (record.status == "ready"):
             self.desired.change(model, replicas=max(1, desired.replicas - 1))
             self._observations.retiring[placement] = self._clock()
         else:
@@ -240,7 +236,8 @@ class Placements:
         record.activity.end(epoch)
         record.activity.stepped_at = self._clock()
         self.desired.touch(record.card.id)
-        self._kick()
+        if self._requests.all:  # one may need its memory
+            self._kick()
 
     def succeeded(self, record: LoadedPlacement) -> None:
         """It answers well: earlier failures of the model no longer count."""
@@ -249,7 +246,7 @@ class Placements:
     # ------------------------------------------------------------------ the loop
 
     def look(self) -> None:
-        """One pass: observe, reconcile, begin the actions."""
+        """One pass: observe, reconcile, begin the actions. Answers alone need none."""
         if self._view.term == 0:
             return
         now = self._clock()
@@ -269,7 +266,7 @@ class Placements:
         for action in actions:
             self._begin(action)
         self._records.update(self._situation(wishes, nodes))
-        self._admit(wishes, nodes)
+        self._admit(self._requests.all, nodes)
         if any(isinstance(a, Replan | Release | Retry | GiveUp | Scale) for a in actions):
             self._kick()
 
@@ -318,41 +315,44 @@ class Placements:
                 self._observations.given_up[model] = action
                 self._records.note_failure(model, error)
                 self._requests.fail(model, error)
-                desired = self.desired.get(model)
-                is_proven = model in self._observations.proven
-                if desired is not None and not desired.requested and not is_proven:
+                wish = self.desired.get(model)
+                if wish and not (wish.requested or model in self._observations.proven):
                     self.desired.change(model, used_at=NEVER)
             case Scale(model, replicas, why, retired):
                 self.desired.change(model, replicas=replicas)
                 if retired:
                     self._observations.retiring[retired] = self._clock()
-                plural = "" if replicas == 1 else "s"
-                text = f"{model} has {replicas} replica{plural} now: {why}"
+                text = f"{model} has {replicas} replica{'s'[: replicas != 1]} now: {why}"
                 self._events.add("replicas", text, model=model)
             case Retry(model):
                 _ = self._observations.given_up.pop(model, None)
 
-    def _admit(self, wishes: Iterable[Desired], nodes: Sequence[LiveNode]) -> None:
-        by_model = {each.model: each for each in wishes}
-        for waiter in self._requests.all:
-            if (desired := by_model.get(waiter.model)) is None:
+    def _admit(self, waiters: Iterable[Waiter], nodes: Sequence[LiveNode]) -> None:
+        wishes = {each.model: each for each in self._wishes()}
+        for waiter in waiters:
+            if (desired := wishes.get(waiter.model)) is None:
                 continue
             now = self._clock()
             route = admit(desired, self._observed(nodes), self._view, now, waiter.prefixes)
-            if route is None or (
-                waiter.requested is not None and route.placement.id in self._observations.retiring
-            ):
+            record = None if route is None else self.find(route.placement.id)
+            if route is None or record is None:
                 continue
-            if (record := self.find(route.placement.id)) is not None:
-                record.activity.give(now, route.reading_s)
-                source = None if route.source is None else self.find(route.source)
-                self._requests.give(
-                    waiter, Assignment(record, route.reading_s, source, route.reason)
-                )
+            if waiter.requested and record.id in self._observations.retiring:
+                continue
+            record.activity.give(now, route.reading_s)
+            source = None if route.source is None else self.find(route.source)
+            self._requests.give(waiter, Assignment(record, route.reading_s, source, route.reason))
 
     async def _wait(self, waiter: Waiter) -> Assignment:
-        every_s, requests = self._timing.watch_s, self._requests
-        return await requests.wait(waiter, self._look_now, every_s, lambda: self._view.term > 0)
+        def serve() -> None:  # a placement that is there needs no pass
+            recent = self._clock() - self._looked_at < self._timing.lease_s
+            if recent and self.leading.is_set() and waiter.requested is None:
+                self._admit([waiter], self._facts.nodes())
+            if not waiter.outcome.done():
+                self._look_now()
+
+        leads, every_s = lambda: self._view.term > 0, self._timing.watch_s
+        return await self._requests.wait(waiter, serve, every_s, leads)
 
     def _refuse(self, desired: Desired) -> None:
         """Plans with all memory that may be free. Raises what planning raises."""
@@ -394,7 +394,6 @@ class Placements:
         self._records.update(self._situation(self._wishes(), nodes), adopts=True)
         self.leading.set()
         for record in self.records:
-            owners = [each for each in record.owners.values() if each.epoch != UNCONNECTED]
-            if owners:
+            if owners := [each for each in record.owners.values() if each.epoch != UNCONNECTED]:
                 self._actions.probe(owners, "it was lost with the last head")
         return True

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from math import inf
 
@@ -26,7 +27,7 @@ TRIES = 4
 """Loads that fail in a row before waiting requests are answered with the error."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ObservedPlacement:
     """One placement as observed: the runner that owns each stage, and others of the same name."""
 
@@ -43,7 +44,7 @@ class ObservedPlacement:
     def missing(self) -> list[int]:
         return [stage for stage in range(len(self.plan)) if stage not in self.owners]
 
-    @property
+    @cached_property
     def ready(self) -> bool:
         return not self.missing and all(r.state == "ready" for r in self.owners.values())
 
@@ -52,7 +53,7 @@ class ObservedPlacement:
         """The stages' last connection."""
         return max((r.epoch for r in self.owners.values()), default=UNCONNECTED)
 
-    @property
+    @cached_property
     def connected(self) -> bool:
         """Every stage is ready, and all were connected together."""
         epochs = {runner.epoch for runner in self.owners.values()}

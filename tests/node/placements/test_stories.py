@@ -3,10 +3,14 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from cluster_world import CONTEXT, World, play
 
+from exo_node.node.placements import placements
+from exo_node.node.placements.reconcile import reconcile
+from exo_node.node.placements.state import Action
 from exo_node.placement.errors import HeadGone, InsufficientMemory, InvalidRequest, LoadFailed
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.placement.options import PlanOptions
@@ -53,6 +57,26 @@ def test_requests_share_one_load_and_the_model_stays() -> None:
         before = list(world.calls)
         await asyncio.sleep(2000)
         assert world.calls == before and world.serving(M)
+
+    play_story(story)
+
+
+def test_answers_of_a_ready_model_begin_and_end_without_a_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passes = list[None]()
+
+    def counted(*args: Any) -> list[Action]:
+        passes.append(None)
+        return reconcile(*args)
+
+    async def story(world: World) -> None:
+        await placed(world)
+        monkeypatch.setattr(placements, "reconcile", counted)
+        before = world.now
+        for _ in range(20):
+            _ = await asyncio.gather(*(world.ask(M, 0.9) for _ in range(5)))
+        assert len(passes) <= 1 + (world.now - before) / world.timing.watch_s
 
     play_story(story)
 
