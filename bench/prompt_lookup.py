@@ -46,8 +46,8 @@ from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded, load
-from exo_node.shard.text.grammar import Gate
-from exo_node.shard.text.grammars import GrammarSpec
+from exo_node.shard.text.grammars.grammar import Gate
+from exo_node.shard.text.grammars.grammars import GrammarSpec
 
 LOADER = loader_import.__name__
 MODELS = {"demo": DEMO, "copies": Path(__file__).parent / "copies"}

@@ -31,8 +31,8 @@ from readers import Reader, together
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.text.codec import TextCodec
-from exo_node.shard.text.grammar import Gate, TokenGrammar
-from exo_node.shard.text.grammars import GrammarSpec
+from exo_node.shard.text.grammars.grammar import Gate, TokenGrammar
+from exo_node.shard.text.grammars.grammars import GrammarSpec
 
 TOGETHER = 16
 MAX_TOKENS = 1500

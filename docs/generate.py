@@ -8,11 +8,11 @@ import json
 from pathlib import Path
 from typing import Any, Final, cast
 
-from exo_node.node.api.answering import Answering
+from exo_node.node.api.http.routes import ApiRoute
 from exo_node.node.api.openapi import document, fields_table
-from exo_node.node.api.operations_api import Operations
-from exo_node.node.api.routes import ApiRoute
+from exo_node.node.api.operations.operations_api import Operations
 from exo_node.node.api.server import Services, api_routes
+from exo_node.node.api.shared.answering import Answering
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.timing import PROFILES
 from exo_node_bench.serve.result import Result

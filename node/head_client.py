@@ -7,7 +7,7 @@ from contextlib import aclosing
 from ..placement.errors import HeadGone, PeerLost
 from ..placement.ids import ModelId, NodeId, PlacementId
 from ..proto import peer_pb2 as pb
-from .api.plan_request import named_node
+from .api.operations.plan_request import named_node
 from .cluster.cluster import Cluster
 from .machine.tasks import cancel
 from .placements.claims import Claims

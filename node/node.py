@@ -8,7 +8,7 @@ from functools import partial
 
 from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
-from .api.drain import Drain
+from .api.http.drain import Drain
 from .cluster.desired import DesiredPlacements
 from .cluster.node_exit import Outcome
 from .head_client import ClusterHead

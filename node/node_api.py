@@ -5,13 +5,13 @@ from collections.abc import AsyncIterator
 
 from ..dashboard import asset
 from ..proto import peer_pb2 as pb
-from .api.connection_limits import ConnectionLimits
-from .api.drain import Drain
 from .api.forward import HeadForwarder, answer_forwarded
-from .api.guard import MAX_BODY_BYTES, Access
-from .api.profile_file import ProfileFile
-from .api.response_runs import ResponseRuns
+from .api.http.connection_limits import ConnectionLimits
+from .api.http.drain import Drain
+from .api.http.guard import MAX_BODY_BYTES, Access
+from .api.responses.response_runs import ResponseRuns
 from .api.server import HttpServer, Services, build_app
+from .api.shared.profile_file import ProfileFile
 from .chat.chat import ChatService
 from .chat.image_fetch import ImageFetcher
 from .chat.metrics import Metrics

@@ -16,8 +16,8 @@ from ..placement.errors import (
 )
 from ..placement.ids import ModelId
 from ..proto import peer_pb2 as pb
-from .api.models_api import PULL_PATHS, PullBody, Source
-from .api.profile_file import ProfileFile
+from .api.operations.models_api import PULL_PATHS, PullBody, Source
+from .api.shared.profile_file import ProfileFile
 from .cluster.member import MemberFacts
 from .local_node import LocalNode
 from .model_list import ModelList

@@ -13,7 +13,7 @@ from ..placement.drafting import Drafting, HeadState, choose_drafting
 from ..placement.errors import ModelNotFound
 from ..placement.ids import ModelId, PlacementId
 from ..placement.plan import Placement, Preview, planned_bytes, preview
-from .api.plan_request import PlacementBody, PlanBody
+from .api.operations.plan_request import PlacementBody, PlanBody
 from .chat.metrics import CONTENT_TYPE, Metrics
 from .chat.readiness import Readiness
 from .chat.scrape import NodeState

@@ -7,10 +7,10 @@ from typing import Any, cast
 
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.runner.answer_pieces import AnswerPieces
-from exo_node.shard.text.call_formats import FORMATS, OWN_MARKS
-from exo_node.shard.text.channels import AnswerFormat
-from exo_node.shard.text.object_formats import DEEPSEEK_CALL, DEEPSEEK_MARKS
-from exo_node.shard.text.tool_calls import Call, parse_calls
+from exo_node.shard.text.tools.call_formats import FORMATS, OWN_MARKS
+from exo_node.shard.text.tools.channels import AnswerFormat
+from exo_node.shard.text.tools.object_formats import DEEPSEEK_CALL, DEEPSEEK_MARKS
+from exo_node.shard.text.tools.tool_calls import Call, parse_calls
 
 Arguments = Mapping[str, Any]
 _BEGIN, _SEP, _END = DEEPSEEK_CALL

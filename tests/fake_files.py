@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from fakes import Json
 
-from exo_node.node.api.models_api import PullBody, Source
+from exo_node.node.api.operations.models_api import PullBody, Source
 from exo_node.placement.errors import ExoNodeError, ModelNotFound
 
 

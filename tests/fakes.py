@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from exo_node.node.api.plan_request import PlacementBody, PlanBody
+from exo_node.node.api.operations.plan_request import PlacementBody, PlanBody
 from exo_node.node.chat.images import as_read
 from exo_node.node.chat.requests import (
     AnswerProgress,

@@ -14,8 +14,8 @@ from fake_files import FakeFiles
 from fakes import FakeChat, FakeOperations
 from starlette.types import ASGIApp
 
-from exo_node.node.api.connection_limits import ConnectionLimits
-from exo_node.node.api.guard import Access
+from exo_node.node.api.http.connection_limits import ConnectionLimits
+from exo_node.node.api.http.guard import Access
 from exo_node.node.api.server import HttpServer, Services, StaticFiles, build_app
 from exo_node.node.machine.timing import LOCAL
 

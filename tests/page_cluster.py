@@ -7,7 +7,7 @@ from typing import Any
 from fakes import Json
 from http_node import Node
 
-from exo_node.node.api.plan_request import PlacementBody, PlanBody
+from exo_node.node.api.operations.plan_request import PlacementBody, PlanBody
 
 HEAD: Json = {"default_k": 2, "max_k": 3, "weights": "found", "enabled": True, "reason": ""}
 

@@ -11,8 +11,8 @@ from typing import Any
 from fakes import FINISHED, Script
 from http_node import Node, serving_fakes
 
-from exo_node.node.api.drain import Drain
-from exo_node.node.api.response_runs import ResponseRuns
+from exo_node.node.api.http.drain import Drain
+from exo_node.node.api.responses.response_runs import ResponseRuns
 from exo_node.node.chat.requests import Event, Started, TextDelta
 from exo_node.node.machine.timing import LOCAL
 from exo_node.node.responses.database import FILE

@@ -16,19 +16,19 @@ from ...proto import peer_pb2 as pb
 from ..machine.events import EVENTS_PATH
 from ..machine.tasks import cancel
 from ..machine.timing import Timing
-from .dialects import (
+from .http.dialects import (
     ANSWERING,
     ANTHROPIC_HEADER,
     OLLAMA_MODELS,
     RESPONSES_PREFIX,
     SEARCH_PATH,
 )
-from .guard import METHODS_WITH_BODY
-from .join_api import JOIN_PREFIX
-from .models_api import MODELS_PREFIX, PULL_PATHS
-from .operations_api import REACH_PATH
-from .session_api import SESSION_PATH, TICKET_PATH
-from .sse import disconnection
+from .http.guard import METHODS_WITH_BODY
+from .http.session_api import SESSION_PATH, TICKET_PATH
+from .http.sse import disconnection
+from .operations.join_api import JOIN_PREFIX
+from .operations.models_api import MODELS_PREFIX, PULL_PATHS
+from .operations.operations_api import REACH_PATH
 
 LOCAL = (
     "/v1/cluster",

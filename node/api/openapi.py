@@ -12,10 +12,10 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
 
-from .bodies import EmptyBody, StrictBody, TolerantBody
-from .dialects import HEALTH_PATHS, wire_format
-from .long_bodies import JSON_TYPE, json_response
-from .routes import ApiRoute
+from .http.bodies import EmptyBody, StrictBody, TolerantBody
+from .http.dialects import HEALTH_PATHS, wire_format
+from .http.long_bodies import JSON_TYPE, json_response
+from .http.routes import ApiRoute
 
 OPENAPI_PATH: Final = "/openapi.json"
 _STATUSES: Final = (400, 401, 403, 404, 408, 409, 411, 413, 415, 421, 429, 503)

@@ -15,10 +15,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...placement.errors import InvalidRequest
 from .forward import FORWARDED, with_body
-from .long_bodies import json_response
-from .model_entries import model_entry, model_list
-from .profile_file import Profile, ProfileFile
-from .strict_json import decode, encode
+from .http.long_bodies import json_response
+from .http.strict_json import decode, encode
+from .operations.model_entries import model_entry, model_list
+from .shared.profile_file import Profile, ProfileFile
 
 _MODELS: Final = "/v1/models"
 

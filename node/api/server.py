@@ -23,30 +23,30 @@ from ..chat.requests import Chat
 from ..machine.events import EventLog
 from ..machine.timing import Timing
 from ..trust.local_token import LocalToken
-from .answering import Answering
-from .completions_api import COMPLETIONS, TokenizerApi
-from .connection_limits import ConnectionLimits, LimitedConnection
-from .dialects import fault_response
-from .embeddings_api import EMBEDDINGS, OLLAMA_EMBED, OLLAMA_EMBEDDINGS
-from .errors import HttpFault, unnamed_fault
-from .events_api import EventsApi
-from .guard import Access, Guard
-from .join_api import JoinApi
-from .messages_api import MESSAGES, count_route
-from .models_api import ModelFiles, ModelsApi
-from .ollama_api import Ollama
-from .ollama_files import OllamaFiles
-from .openai_api import CHAT
+from .http.connection_limits import ConnectionLimits, LimitedConnection
+from .http.dialects import fault_response
+from .http.errors import HttpFault, unnamed_fault
+from .http.guard import Access, Guard
+from .http.routes import ApiRoute
+from .http.session_api import SessionApi
+from .http.static_files import StaticFiles, static_routes
+from .messages.messages_api import MESSAGES, count_route
+from .ollama.embeddings_api import EMBEDDINGS, OLLAMA_EMBED, OLLAMA_EMBEDDINGS
+from .ollama.ollama_api import Ollama
+from .ollama.ollama_files import OllamaFiles
+from .openai.completions_api import COMPLETIONS, TokenizerApi
+from .openai.openai_api import CHAT
 from .openapi import openapi_route
-from .operations_api import Operations, OperationsApi
-from .profile_file import ProfileFile
+from .operations.events_api import EventsApi
+from .operations.join_api import JoinApi
+from .operations.models_api import ModelFiles, ModelsApi
+from .operations.operations_api import Operations, OperationsApi
 from .profile_lists import ProfileLists
-from .response_runs import ResponseRuns
-from .responses_api import ResponsesApi
-from .routes import ApiRoute
-from .session_api import SessionApi
-from .static_files import StaticFiles, static_routes
-from .stored_responses_api import StoredResponsesApi
+from .responses.response_runs import ResponseRuns
+from .responses.responses_api import ResponsesApi
+from .responses.stored_responses_api import StoredResponsesApi
+from .shared.answering import Answering
+from .shared.profile_file import ProfileFile
 
 if TYPE_CHECKING:
     from ..join.operations import JoinOperations

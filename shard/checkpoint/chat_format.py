@@ -23,7 +23,7 @@ _CALLS: Final = re.compile(
     r"|<atem:function_calls>|<arg_key>|<\|call\|>|<｜tool▁calls▁begin｜>|｜DSML｜|<\|python_tag\|>"  # noqa: RUF001
     r"|<\|open\|>"
 )
-"""The marks of the calls that this node reads; `shard/text/call_formats.py` has their syntax."""
+"""The marks of the calls that are read; `shard/text/tools/call_formats.py` has their syntax."""
 _OTHER_CALLS: Final = re.compile(
     r"<\|tool_call\|>|<tool_calls>|<TOOLCALL>|<\|START_ACTION\|>|\bAction:|<\|tools_prefix\|>"
     r"|<function=|>>>|<\|function_call\|>|<tool_request>"

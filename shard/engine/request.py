@@ -12,9 +12,9 @@ from ...mtp.seams import StopCondition
 from ...mtp.steps import Step
 from ...mtp.types import CacheTier, DraftPolicy, FinishReason, Round, Sampling
 from ..checkpoint.prefix_stream import ReceivedPrefix
-from ..text.channels import AnswerFormat
 from ..text.image_rows import PreparedImage
 from ..text.stop_strings import StopStrings
+from ..text.tools.channels import AnswerFormat
 from .loop_guard import LoopGuard, LoopLimits
 from .prefixes.prompt_path import PromptPath
 from .prompt_images import PromptImages

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from ...proto import peer_pb2 as pb
-from ..text.call_stream import CallStream
-from ..text.channels import AnswerChannels, AnswerFormat, Segment
-from ..text.tool_calls import Call, Tools
+from ..text.tools.call_stream import CallStream
+from ..text.tools.channels import AnswerChannels, AnswerFormat, Segment
+from ..text.tools.tool_calls import Call, Tools
 
 _LINE_BREAKS: Final = "\n\r"
 

@@ -25,13 +25,13 @@ from ..engine.request import EngineRequest
 from ..engine.text_engine import AnswerHandle, TextEngine
 from ..model.stage_limits import StageLimits
 from ..pipeline.frames import REQUEST_NAME
-from ..text.channels import AnswerFormat, ReasoningCount
-from ..text.grammar import Gate, TokenGrammar, gate_of
-from ..text.grammars import GrammarSpec, left_out, refusal, spec_of
+from ..text.grammars.grammar import Gate, TokenGrammar, gate_of
+from ..text.grammars.grammars import GrammarSpec, left_out, refusal, spec_of
 from ..text.image_rows import PreparedImage, require_rows, with_image_rows
 from ..text.messages import chat_json, tools_from_json
 from ..text.prompt_encoder import PromptEncoder
-from ..text.tool_calls import Call
+from ..text.tools.channels import AnswerFormat, ReasoningCount
+from ..text.tools.tool_calls import Call
 from .answer_pieces import AnswerPieces
 from .bare_prompts import encode_bare
 from .encodings import Encoding, Encodings

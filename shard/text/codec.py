@@ -21,9 +21,8 @@ from ..checkpoint.checkpoint import read_config
 from ..checkpoint.generation_config import read_generation_config
 from ..checkpoint.headers import fault as file_fault
 from ..checkpoint.headers import quote, read_object
-from .answer_format import format_of, has_call_grammar, other_turn_ends
-from .call_grammar import call_grammar
-from .grammars import Grammars
+from .grammars.call_grammar import call_grammar
+from .grammars.grammars import Grammars
 from .image_rows import image_frame
 from .infill import Infill
 from .messages import too_long
@@ -32,7 +31,8 @@ from .template import TEMPLATE_FAULTS, ChatTemplate, TemplateOptions
 from .token_bytes import longest_token, token_bytes
 from .tokenizer_folder import SETTINGS, tokenizer_folder
 from .tokenizer_sizes import require_reasonable
-from .tool_calls import Call, parse_calls
+from .tools.answer_format import format_of, has_call_grammar, other_turn_ends
+from .tools.tool_calls import Call, parse_calls
 
 if TYPE_CHECKING:
     from .image_rows import PreparedImage

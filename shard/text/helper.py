@@ -120,7 +120,7 @@ def _result(codec: "TextCodec", request: Packet) -> Packet:
             calls = codec.calls(text, tools, is_beginning=fields["is_beginning"])
             return Packet("done", {"calls": calls and [[c.name, c.arguments] for c in calls]})
         case "grammar":
-            from .grammars import GrammarSpec
+            from .grammars.grammars import GrammarSpec
 
             codec.grammars.check(GrammarSpec(*fields["spec"]))
         case "image":

@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 import psutil
 
 from ...placement.errors import PROMPT, ExoNodeError, InvalidRequest, LoadFailed, from_code
-from .grammar import GRAMMAR_BYTES
+from .grammars.grammar import GRAMMAR_BYTES
 from .helper import HEAD, Kind, Packet, over_memory
 
 T = TypeVar("T")

@@ -10,14 +10,14 @@ from typing import Any, Final
 from weakref import WeakValueDictionary
 
 from ...placement.errors import PROMPT, InvalidRequest
-from .grammars import GrammarSpec
+from .grammars.grammars import GrammarSpec
 from .helper import Kind, Packet
 from .helper_process import HelperLimits
 from .helper_queue import HelperQueue
 from .image_rows import PreparedImage
 from .messages import check_length, too_long
 from .pictures import image_of
-from .tool_calls import Call
+from .tools.tool_calls import Call
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
-from .channels import AnswerChannels, AnswerFormat, Segment, overlap
+from .tools.channels import AnswerChannels, AnswerFormat, Segment, overlap
 
 _LINE_BREAKS: Final = "\n\r"
 _ALL_CONTENT: Final = AnswerFormat()

@@ -12,12 +12,12 @@ from typing import Any, Final
 from jinja2 import TemplateError
 
 from ...placement.errors import PROMPT, InvalidRequest
-from .answer_format import is_harmony
 from .control_tokens import ControlTokens
 from .outlines import outlined, plainer_tool
 from .plain_calls import with_tools, without_tool_roles
 from .rewritings import MarkedChat, needed_rewritings, rewrite
 from .thinking import HARMONY_LEVELS, LEVELS, Effort, ThinkingVariables
+from .tools.answer_format import is_harmony
 
 Message = Mapping[str, Any]
 

@@ -33,8 +33,8 @@ from exo_node.shard.engine.prefixes.store import PrefixStore
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.stage import StageWorker
 from exo_node.shard.engine.text_engine import TextEngine
-from exo_node.shard.text.grammar import Gate
-from exo_node.shard.text.grammars import GrammarSpec
+from exo_node.shard.text.grammars.grammar import Gate
+from exo_node.shard.text.grammars.grammars import GrammarSpec
 
 Seeds = Callable[[Question], int]
 """The seed of a question's prompt."""

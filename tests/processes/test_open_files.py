@@ -12,7 +12,7 @@ import pytest
 from fakes import hangs
 from http_node import raw_chat, serving_fakes
 
-from exo_node.node.api.connection_limits import ConnectionLimits
+from exo_node.node.api.http.connection_limits import ConnectionLimits
 from exo_node.node.chat.requests import Started
 from exo_node.node.machine.open_files import RESERVED, connections_within, quiet_accepts
 

@@ -20,11 +20,11 @@ from starlette.routing import Route
 from typer.core import TyperGroup
 
 from exo_node.mtp.types import GenerationStats
-from exo_node.node.api import errors
-from exo_node.node.api.guard import Access, Guard
-from exo_node.node.api.openai_schema import ChatBody
-from exo_node.node.api.profile_file import ProfileFile
+from exo_node.node.api.http import errors
+from exo_node.node.api.http.guard import Access, Guard
+from exo_node.node.api.openai.openai_schema import ChatBody
 from exo_node.node.api.server import Services, build_app
+from exo_node.node.api.shared.profile_file import ProfileFile
 from exo_node.node.chat.metrics import Metrics
 from exo_node.node.chat.scrape import NodeState
 from exo_node.node.chat.totals import Totals

@@ -21,7 +21,9 @@ ROOMS: dict[str, str] = {
     "mtp/families": "mtp/caches",
     "shard": "",
     "shard/checkpoint": "placement",
-    "shard/text": "placement mtp shard/checkpoint",
+    "shard/text": "placement mtp shard/checkpoint shard/text/grammars shard/text/tools",
+    "shard/text/grammars": "placement shard/text/tools",
+    "shard/text/tools": "",
     "shard/kernels": "placement mtp mtp/caches mtp/families",
     "shard/model": (
         "placement proto mtp mtp/caches mtp/families shard/kernels shard/text shard/checkpoint"
@@ -30,7 +32,7 @@ ROOMS: dict[str, str] = {
     "shard/engine": (
         "placement proto mtp mtp/caches mtp/drafting mtp/families "
         "shard/engine/prefixes shard/engine/states "
-        "shard/pipeline shard/model shard/kernels shard/text shard/checkpoint"
+        "shard/pipeline shard/model shard/kernels shard/text shard/text/tools shard/checkpoint"
     ),
     "shard/engine/prefixes": (
         "placement proto mtp mtp/caches shard/engine/states shard/checkpoint"
@@ -39,7 +41,8 @@ ROOMS: dict[str, str] = {
     "shard/runner": (
         "placement proto mtp "
         "shard/engine shard/engine/prefixes "
-        "shard/pipeline shard/model shard/kernels shard/text shard/checkpoint"
+        "shard/pipeline shard/model shard/kernels shard/text shard/text/grammars "
+        "shard/text/tools shard/checkpoint"
     ),
     "shard/tools": "placement proto mtp mtp/drafting shard/engine shard/model shard/kernels",
     "shard/tools/convert": "placement mtp shard/model shard/checkpoint shard/tools",
@@ -66,10 +69,28 @@ ROOMS: dict[str, str] = {
         "node/cluster node/links node/runners node/rpc node/store node/trust node/machine"
     ),
     "node/chat": "placement proto mtp node/placements node/runners node/machine",
-    "node/api": "placement proto mtp node/chat node/join node/responses node/trust node/machine",
+    "node/api": (
+        "placement proto "
+        "node/api/messages node/api/ollama node/api/openai node/api/responses "
+        "node/api/operations node/api/shared node/api/http "
+        "node/chat node/join node/trust node/machine"
+    ),
+    "node/api/ollama": (
+        "placement mtp node/api/operations node/api/shared node/api/http node/chat node/trust"
+    ),
+    "node/api/messages": "placement node/api/openai node/api/shared node/api/http node/chat",
+    "node/api/responses": (
+        "placement node/api/openai node/api/shared node/api/http "
+        "node/chat node/responses node/machine"
+    ),
+    "node/api/openai": "placement mtp node/api/shared node/api/http node/chat",
+    "node/api/operations": "placement node/api/http node/join node/machine",
+    "node/api/shared": "placement mtp node/api/http node/chat node/machine",
+    "node/api/http": "placement node/chat node/trust node/machine",
     "node": (
         "placement proto mtp dashboard "
-        "node/api node/chat node/cluster node/join node/links node/machine "
+        "node/api node/api/http node/api/operations node/api/responses node/api/shared "
+        "node/chat node/cluster node/join node/links node/machine "
         "node/placements node/responses node/rpc node/runners node/store node/trust"
     ),
     "node/cli": (
@@ -127,10 +148,10 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "node/cli/client.py",
     ),
     "llguidance": (
-        *("shard/text/grammar.py", "shard/text/grammars.py"),
-        *("shard/text/number_bound.py", "shard/text/raw_strings.py"),
+        *("shard/text/grammars/grammar.py", "shard/text/grammars/grammars.py"),
+        *("shard/text/grammars/number_bound.py", "shard/text/grammars/raw_strings.py"),
     ),
-    "regex": ("shard/text/object_calls.py", "shard/text/tagged_calls.py"),
+    "regex": ("shard/text/tools/object_calls.py", "shard/text/tools/tagged_calls.py"),
     "jinja2": ("shard/text/template.py",),
     "typer": ("node/cli/*",),
     "prompt_toolkit": ("node/cli/chat.py",),
@@ -140,7 +161,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "exo_node_bench": ("node/cli/bench.py",),
     "starlette": ("node/api/*", "node/node_api.py"),
     "prometheus_client": ("node/chat/metrics.py", "node/chat/scrape.py", "node/cli/top.py"),
-    "uvicorn": ("node/api/server.py", "node/api/connection_limits.py"),
+    "uvicorn": ("node/api/server.py", "node/api/http/connection_limits.py"),
     **dict.fromkeys(("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "torch"), ()),
 }
 """The files that may import a library; none may import libraries that run code in data."""
@@ -381,7 +402,9 @@ def test_code_that_is_not_in_a_folder_runs_no_text_either() -> None:
         ("node/run.py", "from .cli import main", "node imports node/cli"),
         ("node/cli/main.py", "from ..node import Node", "node/cli imports node.node"),
         ("node/cli/plan.py", "from ..placements.record import R", "imports node/placements.record"),
-        ("node/api/guard.py", "from ..cluster.cluster import Cluster", "imports node/cluster"),
+        ("node/api/http/guard.py", "from ...cluster.cluster import C", "imports node/cluster"),
+        ("node/api/http/guard.py", "from ..shared.answering import A", "imports node/api/shared"),
+        ("shard/text/tools/schemas.py", "from ..codec import Codec", "imports shard/text"),
         ("node/chat/chat.py", "from exo_node.placement.plan import plan", "import relatively"),
         ("node/chat/chat.py", "import exo_node.shard.engine.engine", "import relatively"),
         ("node/chat/chat.py", "from ....other import x", "from above the package"),
@@ -416,7 +439,7 @@ def test_code_that_is_not_in_a_folder_runs_no_text_either() -> None:
         ("node/cluster/cluster.py", "from zeroconf import Zeroconf", "imports zeroconf"),
         ("node/store/library.py", "from huggingface_hub import HfApi", "imports huggingface_hub"),
         ("node/store/library.py", "import httpx2", "imports httpx2"),
-        ("node/api/guard.py", "from prometheus_client import Counter", "imports prometheus_client"),
+        ("node/api/server.py", "from prometheus_client import Counter", "prometheus_client"),
         ("node/chat/chat.py", "import typer", "imports typer"),
         ("node/chat/chat.py", "import starlette", "imports starlette"),
         ("node/chat/chat.py", "import os\nos.environ['A']", "reads the environment"),

@@ -11,8 +11,8 @@ import grpc.aio
 import pytest
 from typer.testing import CliRunner
 
-from exo_node.node.api.bodies import StrictBody, parse_body
-from exo_node.node.api.errors import fault_of, unnamed_fault
+from exo_node.node.api.http.bodies import StrictBody, parse_body
+from exo_node.node.api.http.errors import fault_of, unnamed_fault
 from exo_node.node.cli.main import app
 from exo_node.node.cluster.exchanges import Dial, log_failure
 from exo_node.node.rpc.channels import from_status

@@ -12,7 +12,7 @@ from fakes import FINISHED, STATS, Script, hangs, says
 from http_node import ASK, PATIENCE_S, Node, raw_chat
 from openai import APIError, AsyncOpenAI, InternalServerError
 
-from exo_node.node.api.choices import merged
+from exo_node.node.api.shared.choices import merged
 from exo_node.node.chat.requests import (
     AnswerProgress,
     CallPart,

@@ -9,8 +9,8 @@ import pytest
 from fakes import FINISHED, says
 from http_node import ASK, Node
 
-from exo_node.node.api.choices import MAX_TOGETHER
-from exo_node.node.api.completion_logprobs import CompletionLogprobs, token_name
+from exo_node.node.api.openai.completion_logprobs import CompletionLogprobs, token_name
+from exo_node.node.api.shared.choices import MAX_TOGETHER
 from exo_node.node.chat.requests import (
     Event,
     GenerationRequest,

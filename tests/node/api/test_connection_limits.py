@@ -7,7 +7,7 @@ import pytest
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from exo_node.node.api.connection_limits import ConnectionLimits, LimitedConnection
+from exo_node.node.api.http.connection_limits import ConnectionLimits, LimitedConnection
 
 
 class Wire(asyncio.Transport):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from http_node import Node, chat_body
 
-from exo_node.node.api.guard import MAX_BODY_BYTES
+from exo_node.node.api.http.guard import MAX_BODY_BYTES
 
 CHAT = "/v1/chat/completions"
 BODY = json.dumps(chat_body()).encode()

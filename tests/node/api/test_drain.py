@@ -9,7 +9,7 @@ from itertools import chain, count, repeat
 from fakes import Script
 from http_node import serving_fakes
 
-from exo_node.node.api.drain import Drain
+from exo_node.node.api.http.drain import Drain
 from exo_node.node.chat.requests import Event, Started, TextDelta
 from exo_node.node.machine.timing import LOCAL
 

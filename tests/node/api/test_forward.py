@@ -14,9 +14,9 @@ from http_node import Reply, no_files, serving, serving_fakes
 from starlette.types import ASGIApp
 
 from exo_node.node.api.forward import HeadForwarder, answer_forwarded
-from exo_node.node.api.plan_request import PlacementBody, named_node
+from exo_node.node.api.http.session_api import SESSION_PATH, TICKET_PATH
+from exo_node.node.api.operations.plan_request import PlacementBody, named_node
 from exo_node.node.api.server import Services, build_app
-from exo_node.node.api.session_api import SESSION_PATH, TICKET_PATH
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.timing import LOCAL
 from exo_node.placement.errors import ExoNodeError, HeadGone, LoadFailed, PeerLost, PeerRefused

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from exo_node.node.api.guard import Access, Guard
+from exo_node.node.api.http.guard import Access, Guard
 from exo_node.node.trust.local_token import TOKEN_HEADER, LocalToken
 from exo_node.placement.errors import PeerLost
 

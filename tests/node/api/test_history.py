@@ -14,13 +14,13 @@ from http_node import Node, Reply
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exo_node.node.api.bodies import parse_body
-from exo_node.node.api.dialects import Dialect, Exchange
-from exo_node.node.api.messages_api import MESSAGES
-from exo_node.node.api.ollama_api import OLLAMA_CHAT
-from exo_node.node.api.openai_api import CHAT
-from exo_node.node.api.responses_api import parsed_response
-from exo_node.node.api.responses_schema import ResponsesBody
+from exo_node.node.api.http.bodies import parse_body
+from exo_node.node.api.http.dialects import Dialect, Exchange
+from exo_node.node.api.messages.messages_api import MESSAGES
+from exo_node.node.api.ollama.ollama_api import OLLAMA_CHAT
+from exo_node.node.api.openai.openai_api import CHAT
+from exo_node.node.api.responses.responses_api import parsed_response
+from exo_node.node.api.responses.responses_schema import ResponsesBody
 from exo_node.node.chat.requests import CallPart, Event, ReasoningDelta, Started, TextDelta
 from exo_node.placement.errors import InvalidRequest
 from exo_node.placement.ids import RequestId

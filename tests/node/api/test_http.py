@@ -17,8 +17,8 @@ from http_node import PATIENCE_S, Node, Reply, chat_body, raw_chat, serving_fake
 from many_clients import ask, at_once, never_reads, wrong
 from starlette.types import Receive, Scope, Send
 
-from exo_node.node.api.connection_limits import ConnectionLimits
-from exo_node.node.api.errors import fault_of
+from exo_node.node.api.http.connection_limits import ConnectionLimits
+from exo_node.node.api.http.errors import fault_of
 from exo_node.node.api.server import HttpServer
 from exo_node.node.chat.requests import Started, TextDelta
 from exo_node.placement.errors import (

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from starlette.requests import Request
 
-from exo_node.node.api.bodies import (
+from exo_node.node.api.http.bodies import (
     MAX_HISTORY,
     StrictBody,
     ignored_header,
@@ -18,12 +18,12 @@ from exo_node.node.api.bodies import (
     read_with,
     unknown_fields,
 )
-from exo_node.node.api.completions_schema import CompletionBody, DetokenizeBody, TokenizeBody
-from exo_node.node.api.messages_schema import MessagesBody
-from exo_node.node.api.ollama_schema import OllamaChatBody, OllamaGenerateBody
-from exo_node.node.api.openai_schema import ChatBody
-from exo_node.node.api.responses_schema import ResponsesBody
-from exo_node.node.api.strict_json import MAX_CONTAINERS, MAX_ELEMENTS, decode
+from exo_node.node.api.http.strict_json import MAX_CONTAINERS, MAX_ELEMENTS, decode
+from exo_node.node.api.messages.messages_schema import MessagesBody
+from exo_node.node.api.ollama.ollama_schema import OllamaChatBody, OllamaGenerateBody
+from exo_node.node.api.openai.completions_schema import CompletionBody, DetokenizeBody, TokenizeBody
+from exo_node.node.api.openai.openai_schema import ChatBody
+from exo_node.node.api.responses.responses_schema import ResponsesBody
 from exo_node.placement.errors import InvalidRequest
 
 SIZE = 8_380_000

@@ -14,12 +14,12 @@ from fakes import FINISHED, repeats
 from http_node import BODIES, serving_fakes
 from stored import serving_stored, store_in
 
-from exo_node.node.api.choices import joined
-from exo_node.node.api.dialects import WholeAnswer
-from exo_node.node.api.long_bodies import json_response
-from exo_node.node.api.openai_api import CHAT
-from exo_node.node.api.openai_schema import ChatBody
-from exo_node.node.api.sse import EventStream
+from exo_node.node.api.http.dialects import WholeAnswer
+from exo_node.node.api.http.long_bodies import json_response
+from exo_node.node.api.http.sse import EventStream
+from exo_node.node.api.openai.openai_api import CHAT
+from exo_node.node.api.openai.openai_schema import ChatBody
+from exo_node.node.api.shared.choices import joined
 from exo_node.node.chat.requests import (
     CallPart,
     Event,

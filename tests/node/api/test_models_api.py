@@ -12,8 +12,8 @@ from fake_files import FakePull, state
 from http_node import PATIENCE_S, Node, Reply, serving_fakes
 from starlette.requests import ClientDisconnect
 
-from exo_node.node.api.profile_file import ProfileFile
-from exo_node.node.api.sse import while_attended
+from exo_node.node.api.http.sse import while_attended
+from exo_node.node.api.shared.profile_file import ProfileFile
 from exo_node.node.trust.local_token import LocalToken
 from exo_node.placement.errors import DownloadFailed, InvalidRequest, RemovalRefused
 

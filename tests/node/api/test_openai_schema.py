@@ -8,13 +8,13 @@ from typing import Any, get_type_hints
 import pytest
 from http_node import chat_body
 
-from exo_node.node.api.bodies import parse_body
-from exo_node.node.api.chat_message import messages_for_template
-from exo_node.node.api.history import MAX_MESSAGES, History
-from exo_node.node.api.openai_schema import ChatBody
-from exo_node.node.api.responses_api import parsed_response
-from exo_node.node.api.responses_schema import ResponsesBody
-from exo_node.node.api.strict_json import decode, encode, encode_in_parts
+from exo_node.node.api.http.bodies import parse_body
+from exo_node.node.api.http.strict_json import decode, encode, encode_in_parts
+from exo_node.node.api.openai.openai_schema import ChatBody
+from exo_node.node.api.responses.responses_api import parsed_response
+from exo_node.node.api.responses.responses_schema import ResponsesBody
+from exo_node.node.api.shared.chat_message import messages_for_template
+from exo_node.node.api.shared.history import MAX_MESSAGES, History
 from exo_node.placement.errors import InvalidRequest, UnsupportedParameter
 from exo_node.placement.ids import RequestId
 

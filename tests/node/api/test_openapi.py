@@ -15,10 +15,10 @@ from fuzzing import fuzz
 from http_node import Node
 
 from exo_node.node.api import openapi
-from exo_node.node.api.bodies import StrictBody, TolerantBody, parse_body
-from exo_node.node.api.completions_schema import DetokenizeBody
-from exo_node.node.api.ollama_schema import OllamaGenerateBody
-from exo_node.node.api.plan_request import PlanBody
+from exo_node.node.api.http.bodies import StrictBody, TolerantBody, parse_body
+from exo_node.node.api.ollama.ollama_schema import OllamaGenerateBody
+from exo_node.node.api.openai.completions_schema import DetokenizeBody
+from exo_node.node.api.operations.plan_request import PlanBody
 from exo_node.node.join.handshake import parse_code
 from exo_node.placement.errors import InvalidRequest
 from exo_node.placement.ids import RequestId

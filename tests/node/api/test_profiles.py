@@ -12,8 +12,8 @@ from fakes import ANSWER, FakeChat, FakeOperations, says
 from http_node import Node, Reply, chat_body, no_files, serving_fakes
 
 from exo_node.node.api.forward import answer_forwarded
-from exo_node.node.api.profile_file import ProfileFile
 from exo_node.node.api.server import Services, build_app
+from exo_node.node.api.shared.profile_file import ProfileFile
 from exo_node.node.machine.timing import LOCAL
 from exo_node.node.trust.local_token import TOKEN_HEADER, LocalToken
 from exo_node.proto import peer_pb2 as pb

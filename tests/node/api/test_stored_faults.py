@@ -17,8 +17,8 @@ from http_node import PATIENCE_S, Node, Reply, serving_fakes
 from nodes import eventually
 from stored import LIMITS, Gate, serving_stored, store_in
 
-from exo_node.node.api.drain import Drain
-from exo_node.node.api.response_runs import MAX_RUNS
+from exo_node.node.api.http.drain import Drain
+from exo_node.node.api.responses.response_runs import MAX_RUNS
 from exo_node.node.chat.requests import AnswerProgress, Started, TextDelta
 from exo_node.node.machine.timing import LOCAL
 from exo_node.node.responses.store import EndedResponse, ResponseStore

@@ -6,8 +6,8 @@ import pytest
 from fakes import FINISHED, says
 from http_node import BODIES, Node, chat_body
 
-from exo_node.node.api.bodies import validated
-from exo_node.node.api.openai_schema import ChatBody
+from exo_node.node.api.http.bodies import validated
+from exo_node.node.api.openai.openai_schema import ChatBody
 from exo_node.node.chat.requests import AnswerProgress, Started, TextDelta
 
 SWITCHES: list[tuple[dict[str, object], dict[str, Any]]] = [

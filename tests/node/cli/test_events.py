@@ -12,9 +12,9 @@ from api_stub import as_events, exo_node, serve_stub
 from fakes import FakeChat, FakeOperations
 from http_node import no_files, serving_fakes
 
-from exo_node.node.api.events_api import EventsApi
+from exo_node.node.api.http.sse import comment
+from exo_node.node.api.operations.events_api import EventsApi
 from exo_node.node.api.server import HttpServer, Services, build_app
-from exo_node.node.api.sse import comment
 from exo_node.node.cli.events import event_line
 from exo_node.node.machine.events import BACKLOG, EventLog
 from exo_node.node.machine.timing import LOCAL
@@ -306,7 +306,7 @@ def test_a_peers_name_cannot_draw_on_the_terminal() -> None:
 def test_one_listener_too_many_is_refused_and_told_how_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("exo_node.node.api.events_api.MAX_LISTENERS", 2)
+    monkeypatch.setattr("exo_node.node.api.operations.events_api.MAX_LISTENERS", 2)
     with serving_fakes(events=log_of(1)) as node:
         request = f"GET /v1/events HTTP/1.1\r\nHost: localhost:{node.port}\r\n\r\n".encode()
         with node.raw(request) as one, node.raw(request) as two:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from api_stub import COMMAND, DEMO, Stub, as_events, as_json, environment, exo_node
 
-from exo_node.node.api.bodies import validated
-from exo_node.node.api.openai_schema import ChatBody
+from exo_node.node.api.http.bodies import validated
+from exo_node.node.api.openai.openai_schema import ChatBody
 from exo_node.node.cli import flags
 from exo_node.node.cli.chat import BOUNDS, HELP, ChatSession, EndSession, Json, run
 from exo_node.node.cli.client import CallFailed, Comment

@@ -44,11 +44,11 @@ CONSTANTS = {
     "node/trust/local_token.py": {"TICKET_S"},
     "node/trust/api_tokens.py": {"_USE_S"},
     "node/join/requests.py": {"REFILL_S", "REFILL_OF_ONE_S"},
-    "node/api/guard.py": {"BODY_TIMEOUT_S"},
+    "node/api/http/guard.py": {"BODY_TIMEOUT_S"},
     "node/machine/open_files.py": {"LOG_EVERY_S"},
     "node/runners/supervisor.py": {"STRAY_PERIOD_S"},
     # The lifetime of a preflight in a browser's cache.
-    "node/api/origins.py": {"_PREFLIGHT_S"},
+    "node/api/http/origins.py": {"_PREFLIGHT_S"},
 }
 """Times that stay with their module, by the rule in timing.py's docstring. Keep it short."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from exo_node.node.api.connection_limits import ConnectionLimits
+from exo_node.node.api.http.connection_limits import ConnectionLimits
 from exo_node.node.machine.timing import LAN
 from exo_node.node.rpc.channels import Channels
 from exo_node.node.rpc.control_client import ControlClient

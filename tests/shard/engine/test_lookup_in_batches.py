@@ -32,8 +32,8 @@ from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.step_outcome import StepOutcome
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
-from exo_node.shard.text.grammar import Gate
-from exo_node.shard.text.grammars import GrammarSpec
+from exo_node.shard.text.grammars.grammar import Gate
+from exo_node.shard.text.grammars.grammars import GrammarSpec
 
 TOKENS = 40
 FEW = tuple((token, 100.0) for token in (40, 41, 42))

@@ -12,8 +12,8 @@ from small import small_checkpoint
 
 from exo_node.mtp.types import Sampling
 from exo_node.shard.engine.loop_guard import EARLY, LATE, MAX_PERIOD, LoopGuard, LoopLimits
-from exo_node.shard.text.grammar import Gate
-from exo_node.shard.text.grammars import GrammarSpec
+from exo_node.shard.text.grammars.grammar import Gate
+from exo_node.shard.text.grammars.grammars import GrammarSpec
 
 PROMPTS: list[list[int]] = [ORACLE[i]["prompt_ids"] for i in (3, 0, 1, 4)]
 PROMPT = PROMPTS[0]

@@ -12,8 +12,8 @@ from exo_node.mtp.drafting.lookup_length import FixedLength
 from exo_node.mtp.types import Penalties, Sampling
 from exo_node.shard.engine.loop_guard import EARLY
 from exo_node.shard.engine.request import EngineRequest
-from exo_node.shard.text.grammar import Gate
-from exo_node.shard.text.grammars import GrammarSpec
+from exo_node.shard.text.grammars.grammar import Gate
+from exo_node.shard.text.grammars.grammars import GrammarSpec
 
 LEAST, MOST = 19, 32
 END = min(engine().codec.end_tokens)

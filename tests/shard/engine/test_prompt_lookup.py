@@ -21,8 +21,8 @@ from exo_node.shard.engine.draft_profile import DraftProfile, DraftProfileKey
 from exo_node.shard.engine.lookup_control import LENGTHS, NOT_ASKED, STATE_LENGTHS
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.text_engine import TextEngine
-from exo_node.shard.text.grammar import Gate
-from exo_node.shard.text.grammars import GrammarSpec
+from exo_node.shard.text.grammars.grammar import Gate
+from exo_node.shard.text.grammars.grammars import GrammarSpec
 
 TOKENS = 48
 COOL = Sampling(temperature=0.02, seed=11)

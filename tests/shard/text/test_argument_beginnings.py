@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exo_node.shard.text.argument_values import is_string_so_far, read_text
-from exo_node.shard.text.schemas import SchemaDocument
+from exo_node.shard.text.tools.argument_values import is_string_so_far, read_text
+from exo_node.shard.text.tools.schemas import SchemaDocument
 
 TEXT = st.one_of(
     st.text(st.sampled_from('nulNoetrufaTF0123456789-+.eE[]{}" \nabc'), max_size=12),

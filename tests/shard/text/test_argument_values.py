@@ -15,9 +15,9 @@ from random_schemas import random_arguments
 
 from exo_node.placement.errors import InvalidRequest
 from exo_node.shard.text.codec import TextCodec
-from exo_node.shard.text.grammar import Gate, TokenGrammar
-from exo_node.shard.text.grammars import GrammarSpec
-from exo_node.shard.text.tool_calls import parse_calls
+from exo_node.shard.text.grammars.grammar import Gate, TokenGrammar
+from exo_node.shard.text.grammars.grammars import GrammarSpec
+from exo_node.shard.text.tools.tool_calls import parse_calls
 
 FAMILIES = ("qwen", "glm")
 Schema = dict[str, Any]

@@ -10,8 +10,8 @@ from families_text import divided
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exo_node.shard.text.call_formats import scanner_for
-from exo_node.shard.text.call_scanners import declared_names
+from exo_node.shard.text.tools.call_formats import scanner_for
+from exo_node.shard.text.tools.call_scanners import declared_names
 
 STRING = {"type": "string"}
 EITHER = {"type": ["string", "integer", "null"]}

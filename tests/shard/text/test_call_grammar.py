@@ -10,13 +10,13 @@ import pytest
 from models import DEMO
 
 from exo_node.placement.errors import InvalidRequest
-from exo_node.shard.text.answer_format import HARMONY
-from exo_node.shard.text.call_grammar import call_grammar
 from exo_node.shard.text.codec import TextCodec
-from exo_node.shard.text.grammar import Gate, TokenGrammar
-from exo_node.shard.text.grammars import GrammarSpec
-from exo_node.shard.text.object_formats import DEEPSEEK_MARKS as DEEPSEEK
-from exo_node.shard.text.tool_calls import parse_calls
+from exo_node.shard.text.grammars.call_grammar import call_grammar
+from exo_node.shard.text.grammars.grammar import Gate, TokenGrammar
+from exo_node.shard.text.grammars.grammars import GrammarSpec
+from exo_node.shard.text.tools.answer_format import HARMONY
+from exo_node.shard.text.tools.object_formats import DEEPSEEK_MARKS as DEEPSEEK
+from exo_node.shard.text.tools.tool_calls import parse_calls
 
 CODEC = TextCodec.load(DEMO)
 PARAMETERS: dict[str, Any] = {

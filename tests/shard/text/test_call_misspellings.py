@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from call_spellings import SPELLINGS, deliver, tool
 
-from exo_node.shard.text.object_formats import DEEPSEEK_CALL, DEEPSEEK_MARKS
+from exo_node.shard.text.tools.object_formats import DEEPSEEK_CALL, DEEPSEEK_MARKS
 
 Calls = list[tuple[str, Any]]
 STRING = {"type": "string"}

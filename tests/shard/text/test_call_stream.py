@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.runner.answer_pieces import AnswerPieces
-from exo_node.shard.text.channels import AnswerFormat
-from exo_node.shard.text.object_formats import DEEPSEEK_CALL
-from exo_node.shard.text.object_formats import DEEPSEEK_MARKS as DEEPSEEK
-from exo_node.shard.text.tool_calls import Call, parse_calls
+from exo_node.shard.text.tools.channels import AnswerFormat
+from exo_node.shard.text.tools.object_formats import DEEPSEEK_CALL
+from exo_node.shard.text.tools.object_formats import DEEPSEEK_MARKS as DEEPSEEK
+from exo_node.shard.text.tools.tool_calls import Call, parse_calls
 
 OPTIONAL: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "null"}]}
 TOOL: dict[str, Any] = {

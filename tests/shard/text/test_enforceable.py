@@ -9,11 +9,11 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from exo_node.placement.errors import InvalidRequest
-from exo_node.shard.text.enforceable import FORMATS, enforceable, unenforced
-from exo_node.shard.text.grammars import GrammarSpec, left_out
-from exo_node.shard.text.look_ahead import plain_patterns
-from exo_node.shard.text.raw_strings import FORMATS as OF_RAW_STRINGS
-from exo_node.shard.text.schemas import SchemaFault
+from exo_node.shard.text.grammars.enforceable import FORMATS, enforceable, unenforced
+from exo_node.shard.text.grammars.grammars import GrammarSpec, left_out
+from exo_node.shard.text.grammars.look_ahead import plain_patterns
+from exo_node.shard.text.grammars.raw_strings import FORMATS as OF_RAW_STRINGS
+from exo_node.shard.text.tools.schemas import SchemaFault
 
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
 EMAIL = (

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from families_text import codec_of
 
-from exo_node.shard.text.channels import AnswerChannels, AnswerFormat, ReasoningCount
 from exo_node.shard.text.codec import TextCodec
-from exo_node.shard.text.grammar import Gate, TokenGrammar, gate_of
-from exo_node.shard.text.grammars import GrammarSpec
+from exo_node.shard.text.grammars.grammar import Gate, TokenGrammar, gate_of
+from exo_node.shard.text.grammars.grammars import GrammarSpec
 from exo_node.shard.text.template import TemplateOptions, options_of
+from exo_node.shard.text.tools.channels import AnswerChannels, AnswerFormat, ReasoningCount
 
 ASK = [{"role": "user", "content": "hi"}]
 TOOL: dict[str, Any] = {

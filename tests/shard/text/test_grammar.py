@@ -15,10 +15,10 @@ from random_schemas import random_schema
 
 from exo_node.mtp.finite import NO_TOKEN
 from exo_node.placement.errors import InvalidRequest
-from exo_node.shard.text.channels import AnswerFormat
 from exo_node.shard.text.codec import TextCodec
-from exo_node.shard.text.grammar import Gate, MemoryGrowth, TokenGrammar, gate_of
-from exo_node.shard.text.grammars import MAX_CHARS, MAX_PATTERN, GrammarSpec, spec_of
+from exo_node.shard.text.grammars.grammar import Gate, MemoryGrowth, TokenGrammar, gate_of
+from exo_node.shard.text.grammars.grammars import MAX_CHARS, MAX_PATTERN, GrammarSpec, spec_of
+from exo_node.shard.text.tools.channels import AnswerFormat
 
 CODEC = TextCodec.load(DEMO)
 ENDS = sorted(CODEC.end_tokens)
@@ -288,9 +288,9 @@ def test_an_answer_ends_whose_masks_take_more_memory_than_it_may_have(
 ) -> None:
     """The system's figure is made up: what a process has freed it takes again without growing."""
     sizes = itertools.count(1 << 30, 1 << 20)
-    monkeypatch.setattr("exo_node.shard.text.grammar._resident", lambda: next(sizes))
-    monkeypatch.setattr("exo_node.shard.text.grammar.GRAMMAR_BYTES", 1 << 20)
-    monkeypatch.setattr("exo_node.shard.text.grammar._BYTES_PER_S", 1 << 40)  # of any CPU
+    monkeypatch.setattr("exo_node.shard.text.grammars.grammar._resident", lambda: next(sizes))
+    monkeypatch.setattr("exo_node.shard.text.grammars.grammar.GRAMMAR_BYTES", 1 << 20)
+    monkeypatch.setattr("exo_node.shard.text.grammars.grammar._BYTES_PER_S", 1 << 40)  # of any CPU
     grammar = compiled(GrammarSpec("regex", "(.*a.{40}){3}", "f"))
     (mask,) = grammar.masks([])
     for _ in range(500):

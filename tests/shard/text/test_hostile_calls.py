@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from call_spellings import MARKS, RAW, SPELLINGS, deliver, raw, tool
 
-from exo_node.shard.text.call_formats import FORMATS
+from exo_node.shard.text.tools.call_formats import FORMATS
 
 STRING = {"type": "string"}
 EITHER = {"anyOf": [STRING, {"type": "integer"}]}

@@ -24,7 +24,7 @@ from pictures import DENSE, GEMMA, MISTRAL
 from PIL import Image
 
 from exo_node.placement.errors import InvalidCheckpoint, InvalidRequest
-from exo_node.shard.text.grammars import GrammarSpec
+from exo_node.shard.text.grammars.grammars import GrammarSpec
 from exo_node.shard.text.helper_process import HelperLimits
 from exo_node.shard.text.image_rows import PreparedImage, require_rows, with_image_rows
 from exo_node.shard.text.messages import joined_contents

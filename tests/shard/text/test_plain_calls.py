@@ -11,11 +11,11 @@ from models import DEMO
 
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.runner.answer_pieces import AnswerPieces
-from exo_node.shard.text.channels import AnswerFormat
 from exo_node.shard.text.codec import TextCodec
 from exo_node.shard.text.stop_strings import StopStrings
 from exo_node.shard.text.template import TemplateOptions
-from exo_node.shard.text.tool_calls import Call
+from exo_node.shard.text.tools.channels import AnswerFormat
+from exo_node.shard.text.tools.tool_calls import Call
 
 CODEC = TextCodec.load(DEMO)
 USER = {"role": "user", "content": "How is the weather?"}

@@ -26,7 +26,7 @@ from exo_node.placement.errors import (
     LoadFailed,
 )
 from exo_node.shard.text.codec import TextCodec
-from exo_node.shard.text.grammars import GrammarSpec
+from exo_node.shard.text.grammars.grammars import GrammarSpec
 from exo_node.shard.text.helper_process import HelperLimits
 from exo_node.shard.text.prompt_encoder import LONG_BYTES, PromptEncoder
 

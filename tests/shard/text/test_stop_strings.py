@@ -5,8 +5,8 @@ from families_text import codec_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exo_node.shard.text.channels import AnswerFormat
 from exo_node.shard.text.stop_strings import StopStrings
+from exo_node.shard.text.tools.channels import AnswerFormat
 
 QWEN = codec_of("qwen")
 OPENED = tuple(QWEN.encode_text("<think>\n"))

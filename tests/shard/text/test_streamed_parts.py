@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from exo_node.shard.runner.answer_pieces import AnswerPieces
-from exo_node.shard.text.call_formats import scanner_for
-from exo_node.shard.text.call_scanners import ValuePart
-from exo_node.shard.text.channels import AnswerFormat
-from exo_node.shard.text.object_formats import DEEPSEEK_CALL
-from exo_node.shard.text.object_formats import DEEPSEEK_MARKS as DEEPSEEK
-from exo_node.shard.text.tool_calls import Call
+from exo_node.shard.text.tools.call_formats import scanner_for
+from exo_node.shard.text.tools.call_scanners import ValuePart
+from exo_node.shard.text.tools.channels import AnswerFormat
+from exo_node.shard.text.tools.object_formats import DEEPSEEK_CALL
+from exo_node.shard.text.tools.object_formats import DEEPSEEK_MARKS as DEEPSEEK
+from exo_node.shard.text.tools.tool_calls import Call
 
 CALLS = {
     "qwen3_coder": (

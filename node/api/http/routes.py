@@ -1,0 +1,73 @@
+"""Routes that carry their part of the OpenAPI document: body, query and media type."""
+
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ....placement.errors import InvalidRequest
+from .bodies import EmptyBody, StrictBody, read_body
+from .long_bodies import JSON_TYPE, json_response
+
+Body = TypeVar("Body", bound=StrictBody)
+
+
+class ApiRoute(Route):
+    """A route for one method. `query` has the JSON schemas of query parameters by name."""
+
+    def __init__(
+        self,
+        method: str,
+        path: str,
+        endpoint: Callable[[Request], Awaitable[Response]],
+        *,
+        body: type[StrictBody] | None = None,
+        query: Mapping[str, Mapping[str, Any]] | None = None,
+        media_type: str = JSON_TYPE,
+    ) -> None:
+        super().__init__(path, endpoint, methods=[method])
+        self.body = body
+        self.query = query or {}
+        self.media_type = media_type
+
+
+def get_json(path: str, read: Callable[[], Awaitable[Mapping[str, Any]]]) -> ApiRoute:
+    """A GET route without parameters, over a function that returns JSON."""
+
+    async def endpoint(_: Request) -> Response:
+        return json_response(await read())
+
+    return ApiRoute("GET", path, endpoint)
+
+
+def post_json(
+    path: str,
+    handler: Callable[[Request, Body], Awaitable[Mapping[str, Any]]],
+    body: type[Body] = EmptyBody,
+    *,
+    method: str = "POST",
+    query: Mapping[str, Mapping[str, Any]] | None = None,
+) -> ApiRoute:
+    """A route whose handler gets the validated body and returns JSON."""
+
+    async def endpoint(request: Request) -> Response:
+        return json_response(await handler(request, await read_body(request, body)))
+
+    return ApiRoute(method, path, endpoint, body=body, query=query)
+
+
+def query_values(pairs: Iterable[tuple[str, str]], allowed: Collection[str]) -> dict[str, str]:
+    """The query's parameters. Raises InvalidRequest for an unknown or repeated one."""
+    values: dict[str, str] = {}
+    for name, text in pairs:
+        if name in values:
+            raise InvalidRequest(f"'{name}' is given twice; give it once", param=name)
+        if name not in allowed:
+            raise InvalidRequest(
+                f"this endpoint has no parameter '{name[:64]}'; it takes {', '.join(allowed)}",
+                param=name[:64],
+            )
+        values[name] = text
+    return values

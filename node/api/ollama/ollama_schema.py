@@ -1,0 +1,163 @@
+"""The bodies of Ollama's API, and their parts in the form of the node's own request."""
+
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+from pydantic import BeforeValidator, Field
+
+from ....mtp.types import Penalties, Sampling
+from ....placement.errors import UnsupportedParameter
+from ....placement.ids import ModelId
+from ...chat.images import content_of
+from ...chat.requests import Grammar
+from ..http.bodies import TolerantBody
+from ..http.keep_alive import KeepAlive
+from ..shared.chat_message import ChatMessage
+from ..shared.history import MAX_MESSAGES
+from ..shared.image_parts import image_of_base64
+from ..shared.sampling_schema import TopK, explicit_values, sampling_of
+from ..shared.structured_schema import schema_grammar
+from ..shared.thinking_schema import thinking_options
+from ..shared.tool_schema import MAX_TOOLS, Tool
+
+_UINT32: Final = 2**32 - 1
+_LATEST: Final = ":latest"
+PENALTIES: Final = {
+    "repeat_penalty": "repetition_penalty",
+    "repeat_last_n": "repetition_context_size",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+}
+"""Ollama's options by OpenAI's names of them."""
+Think = bool | Literal["low", "medium", "high", "max"]
+
+
+def _plain_name(value: Any) -> Any:
+    """Ollama's clients append `:latest` to a name without a tag."""
+    return value.removesuffix(_LATEST) if isinstance(value, str) else value
+
+
+ModelName = Annotated[str, Field(min_length=1, max_length=256), BeforeValidator(_plain_name)]
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class OllamaOptions(TolerantBody):
+    """`draft_num_predict` is the K of native MTP. Negative counts have no limit."""
+
+    temperature: Annotated[float | None, Field(ge=0, le=10)] = None
+    top_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    top_k: TopK = None
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    seed: int | None = None
+    num_predict: Annotated[int | None, Field(ge=-2, le=_UINT32)] = None
+    num_ctx: Annotated[int | None, Field(ge=0, le=_UINT32)] = None
+    """The bound of an answer; the model's context is what it is."""
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=256)]] | None,
+        Field(max_length=16),
+        BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None),
+    ] = None
+    repeat_penalty: Annotated[float | None, Field(gt=0, le=10)] = None
+    repeat_last_n: Annotated[int | None, Field(ge=-1, le=4096)] = None
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    draft_num_predict: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None
+
+    @property
+    def token_limit(self) -> int | None:
+        """The most tokens of the answer; None: up to the end of the context."""
+        return min((n for n in (self.num_predict, self.num_ctx) if n and n > 0), default=None)
+
+    def sampling(self) -> tuple[Sampling, frozenset[str]]:
+        """The sampling and the names of its explicit fields."""
+        off = Penalties()
+        fields = explicit_values(self, ("temperature", "top_p", "top_k", "min_p"))
+        if self.seed is not None and self.seed > 0:  # to Ollama, 0 and -1 are no seed
+            fields["seed"] = self.seed
+        penalties = Penalties(
+            repetition=self.repeat_penalty or off.repetition,
+            presence=self.presence_penalty or off.presence,
+            frequency=self.frequency_penalty or off.frequency,
+            context_size=max(1, self.repeat_last_n or off.context_size),
+        )
+        sampling, names = sampling_of(fields, penalties)
+        return sampling, names | {PENALTIES[n] for n in PENALTIES if getattr(self, n) is not None}
+
+
+class _PromptBody(TolerantBody):
+    """The common fields of `chat` and `generate`."""
+
+    model: ModelName
+    stream: bool | None = None
+    think: Think | None = None
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    options: OllamaOptions | None = None
+    keep_alive: KeepAlive = None
+    cache: bool | None = None
+    """The same as in `SamplingBody`."""
+    loop_guard: bool | None = None
+    """The same as in `ChatBody`."""
+
+    @property
+    def id(self) -> ModelId:
+        return ModelId(self.model)
+
+    @property
+    def form(self) -> Grammar | None:
+        """The constraint on the answer's text."""
+        if not self.format:
+            return None
+        return schema_grammar(None if isinstance(self.format, str) else self.format, "format")
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """The chat template's options: true and false switch thinking, a word is its effort."""
+        if isinstance(self.think, bool):
+            return thinking_options(switches=(self.think,))
+        return thinking_options(effort=self.think)
+
+
+class OllamaChatBody(_PromptBody):
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)] = Field(
+        default_factory=list[ChatMessage]
+    )
+    tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
+
+
+class OllamaGenerateBody(_PromptBody):
+    prompt: str = ""
+    system: str | None = None
+    raw: bool | None = None
+    suffix: str | None = None
+    """The text after the gap that the answer fills, or empty if there is no gap."""
+    images: list[str] | None = None
+
+    def check(self) -> None:
+        """Refuses what this node cannot do. Raises UnsupportedParameter."""
+        if self.images and self.raw:
+            raise UnsupportedParameter(
+                "'images' has no place in a raw prompt; leave 'raw' out", param="images"
+            )
+        if self.images and self.suffix:
+            raise UnsupportedParameter(
+                "'images' has no place around a gap; leave 'suffix' out", param="images"
+            )
+
+    def messages(self) -> list[dict[str, Any]]:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        images = [
+            image_of_base64(data, "", f"images[{number}]")
+            for number, data in enumerate(self.images or ())
+        ]
+        content = content_of([*images, self.prompt])
+        return [*system, {"role": "user", "content": content}]
+
+
+class ShowBody(TolerantBody):
+    model: ModelName | None = None
+    name: ModelName | None = None
+    verbose: bool | None = None
+
+    without_effect: ClassVar[frozenset[str]] = frozenset(("verbose",))

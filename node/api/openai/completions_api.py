@@ -1,0 +1,100 @@
+"""`POST /v1/completions`, `/v1/tokenize` and `/v1/detokenize`: text and ids without a template."""
+
+from dataclasses import replace
+from typing import Any, Final
+
+from starlette.requests import Request
+
+from ....mtp.types import Sampling
+from ....placement.ids import ModelId, RequestId
+from ...chat.images import gathered
+from ...chat.requests import GenerationRequest
+from ..http.dialects import Dialect, Exchange
+from ..http.routes import ApiRoute, post_json
+from ..shared.answering import Answering
+from ..shared.chat_message import messages_for_template
+from ..shared.history import History
+from ..shared.thinking_schema import thinking_options
+from .completion_renderer import renderers_of
+from .completions_schema import CompletionBody, DetokenizeBody, Prompt, TokenizeBody
+
+
+def bare_request(
+    model: str, request_id: RequestId, prompt: Prompt, field: str = "prompt"
+) -> GenerationRequest:
+    """`field`: the body's, for errors."""
+    text, ids = (prompt, None) if isinstance(prompt, str) else (None, tuple(prompt))
+    return GenerationRequest(
+        request_id, ModelId(model), (), Sampling(), text=text, ids=ids, prompt_field=field
+    )
+
+
+def _parse(body: CompletionBody, request_id: RequestId) -> Exchange:
+    requests = [_request(body, request_id, number) for number in range(len(body.prompt))]
+    ignored = body.stream_options.ignored if body.stream_options else []
+    renderers = renderers_of(body, request_id)
+    return Exchange(requests[0], renderers, bool(body.stream), ignored, requests[1:])
+
+
+def _request(body: CompletionBody, request_id: RequestId, number: int) -> GenerationRequest:
+    """The request for the prompt of that number."""
+    sampling, explicit_fields = body.sampling()
+    field = f"prompt[{number}]" if len(body.prompt) > 1 else "prompt"
+    name = RequestId(f"{request_id}-p{number}" if number else request_id)
+    return replace(
+        bare_request(body.model, name, body.prompt[number], field),
+        sampling=sampling,
+        explicit_fields=explicit_fields,
+        max_tokens=body.token_limit,
+        stop=tuple(body.stop or ()),
+        num_draft_tokens=body.num_draft_tokens,
+        draft_policy=body.draft_policy,
+        background=body.background,
+        uses_cache=body.cache is not False,
+        grammar=body.form,
+        suffix=body.suffix or None,
+        top_logprobs=0 if body.logprobs is None and body.scores_prompt else body.logprobs,
+        scores_prompt=body.scores_prompt,
+        keep_alive_s=body.keep_alive,
+    )
+
+
+class TokenizerApi:
+    """The endpoints that encode and decode without an answer."""
+
+    def __init__(self, answering: Answering) -> None:
+        self._answering = answering
+
+    def routes(self) -> list[ApiRoute]:
+        return [
+            post_json("/v1/tokenize", self.tokenize, TokenizeBody),
+            post_json("/v1/detokenize", self.detokenize, DetokenizeBody),
+        ]
+
+    async def tokenize(self, request: Request, body: TokenizeBody) -> dict[str, Any]:
+        request_id = RequestId(request.state.request_id)
+        if body.prompt is not None:
+            generation = bare_request(body.model, request_id, body.prompt)
+        else:
+            turns = messages_for_template(body.messages or (), History([]))
+            messages, images = gathered(turns)
+            generation = GenerationRequest(
+                request_id,
+                ModelId(body.model),
+                messages,
+                Sampling(),
+                tools=tuple(tool.function.for_template() for tool in body.tools or ()),
+                options=thinking_options(kwargs=body.chat_template_kwargs),
+                images=images,
+            )
+        prompt = await self._answering.encode(generation)
+        count, limit = len(prompt.ids), prompt.context_length
+        return {"count": count, "max_model_len": limit, "tokens": prompt.ids}
+
+    async def detokenize(self, request: Request, body: DetokenizeBody) -> dict[str, Any]:
+        request_id = RequestId(request.state.request_id)
+        generation = bare_request(body.model, request_id, body.tokens, "tokens")
+        return {"prompt": (await self._answering.encode(generation)).text}
+
+
+COMPLETIONS: Final = Dialect("/v1/completions", CompletionBody, _parse)

@@ -1,0 +1,198 @@
+"""`POST /v1/chat/completions`: OpenAI's dialect to and from the node's own request and events."""
+
+from collections.abc import Iterable
+from typing import Any, Final, assert_never
+
+from ....placement.ids import ModelId, RequestId
+from ...chat.images import gathered
+from ...chat.requests import (
+    CallPart,
+    Finished,
+    GenerationRequest,
+    Part,
+    PromptLogprobs,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    TokenLogprob,
+)
+from ..http.dialects import OPENAI, Dialect, Exchange, WholeAnswer
+from ..http.errors import HttpFault
+from ..http.sse import data
+from ..shared.chat_message import messages_for_template
+from ..shared.choices import ChoiceStream, statistics
+from ..shared.history import History
+from .completion_logprobs import finite
+from .openai_schema import ChatBody
+
+_NO_TEXT: Final = TextDelta("", ())
+CALLS_OF_CHOICE: Final = 32
+"""Numbers of calls between those of two choices: 256 for the eight of them."""
+
+
+def _parse(body: ChatBody, request_id: RequestId) -> Exchange:
+    sampling, explicit_fields = body.sampling()
+    history = History(body.ignored)
+    messages, images = gathered(messages_for_template(body.messages, history))
+    request = GenerationRequest(
+        id=request_id,
+        model=ModelId(body.model),
+        messages=messages,
+        images=images,
+        sampling=sampling,
+        explicit_fields=explicit_fields,
+        max_tokens=body.token_limit,
+        stop=tuple(body.stop or ()),
+        num_draft_tokens=body.num_draft_tokens,
+        draft_policy=body.draft_policy,
+        tools=body.callable_tools,
+        options=body.template_options,
+        top_logprobs=body.num_logprobs,
+        background=body.background,
+        uses_cache=body.cache is not False,
+        guards_loops=body.loop_guard,
+        grammar=body.required_call or body.form,
+        call_parts=bool(body.stream),
+        keep_alive_s=body.keep_alive,
+    )
+    options = body.stream_options
+    stream = ChoiceStream(body.count, options is not None and options.include_usage is True)
+    renderers = [_ChatRenderer(body, request_id, number, stream) for number in range(body.count)]
+    return Exchange(request, renderers, bool(body.stream), history.names)
+
+
+def call_id(request: RequestId, number: int) -> str:
+    """A call's id of nine letters and digits: some templates refuse any other form."""
+    return f"{request.removeprefix('req_')[:7]}{number:02x}"
+
+
+class _ChatRenderer:
+    """Renders one choice of a chat completion, or its chunks."""
+
+    def __init__(
+        self, body: ChatBody, request_id: RequestId, number: int, stream: ChoiceStream
+    ) -> None:
+        """`number`: the choice's. `stream`: that of all choices."""
+        self._number = number
+        self._stream = stream
+        self._with_ids = bool(body.return_token_ids)
+        self._with_logprobs = bool(body.logprobs)
+        self._head = {
+            "id": request_id.replace("req_", "chatcmpl-", 1),
+            "created": stream.created,
+            "model": body.model,
+        }
+        self._request_id = request_id
+        self._prompt_ids: tuple[int, ...] = ()
+        self._has_begun = False
+        self._calls = 0
+
+    def whole(self, answer: WholeAnswer, end: Finished) -> dict[str, Any]:
+        calls = [self._call(call) for call in answer.calls]
+        content = None if calls and not answer.text else answer.text
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if answer.thoughts:
+            message["reasoning_content"] = answer.reasoning
+        choice: dict[str, Any] = {
+            "index": self._number,
+            "message": message | ({"tool_calls": calls} if calls else {}),
+            "logprobs": _logprobs(answer.logprobs) if self._with_logprobs else None,
+            "finish_reason": self._reason(end),
+        }
+        body = {**self._head, "object": "chat.completion", "choices": [choice], **statistics([end])}
+        if self._with_ids:
+            choice["token_ids"] = answer.ids
+            body["prompt_token_ids"] = answer.prompt_ids
+        return body
+
+    def heartbeat(self) -> bytes:
+        return self._chunk({})
+
+    def render(self, event: Part) -> bytes:
+        match event:
+            case Started(prompt_ids):
+                self._prompt_ids = prompt_ids
+                return self._beginning()
+            case TextDelta():
+                return self._text(event)
+            case PromptLogprobs():
+                return b""  # of completions only
+            case ReasoningDelta(text):
+                return self._beginning() + self._chunk({"reasoning_content": text})
+            case CallPart():
+                return self._call_part(event)
+            case Finished():
+                return self._beginning() + self._stream.last(event, self._object({}, end=event))
+            case _:
+                assert_never(event)
+
+    def fault(self, fault: HttpFault) -> bytes:
+        return OPENAI.frame(fault)
+
+    def _call(self, call: CallPart) -> dict[str, Any]:
+        name = call_id(self._request_id, self._calls + CALLS_OF_CHOICE * self._number)
+        self._calls += 1
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": name, "type": "function", "function": function}
+
+    def _call_part(self, part: CallPart) -> bytes:
+        if part.name:
+            call = self._call(part)
+        elif part.arguments:
+            call = {"function": {"arguments": part.arguments}}
+        else:
+            return b""
+        delta = {"tool_calls": [{"index": self._calls - 1, **call}]}
+        return self._beginning() + self._chunk(delta)
+
+    def _reason(self, end: Finished) -> str:
+        return "tool_calls" if self._calls and end.reason == "stop" else end.reason
+
+    def _text(self, delta: TextDelta) -> bytes:
+        has_news = delta.text or delta.logprobs or (delta.token_ids and self._with_ids)
+        if not has_news:
+            return b""
+        return self._beginning() + self._chunk({"content": delta.text}, delta)
+
+    def _beginning(self) -> bytes:
+        """The first chunk, once: it names the role and, if requested, the prompt's ids."""
+        if self._has_begun:
+            return b""
+        self._has_begun = True
+        with_ids = self._with_ids and self._number == 0
+        extra: dict[str, Any] = {"prompt_token_ids": self._prompt_ids} if with_ids else {}
+        role = {"role": "assistant", "content": ""}
+        return self._chunk(role, **extra)
+
+    def _chunk(self, delta: dict[str, Any], text: TextDelta = _NO_TEXT, **extra: Any) -> bytes:
+        return data({**self._object(delta, text), **extra})
+
+    def _object(
+        self, delta: dict[str, Any], text: TextDelta = _NO_TEXT, end: Finished | None = None
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": self._number,
+            "delta": delta,
+            "logprobs": _logprobs(text.logprobs) if text.logprobs else None,
+            "finish_reason": None if end is None else self._reason(end),
+        }
+        if self._with_ids:
+            choice["token_ids"] = text.token_ids
+            choice["accepted_draft_tokens"] = text.accepted_drafts
+        return {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
+
+
+CHAT: Final = Dialect("/v1/chat/completions", ChatBody, _parse)
+
+
+def _logprobs(entries: Iterable[TokenLogprob]) -> dict[str, Any]:
+    content = ({**_token(one), "top_logprobs": [_token(t) for t in one.top]} for one in entries)
+    return {"content": content, "refusal": None}
+
+
+def _token(one: TokenLogprob) -> dict[str, Any]:
+    return {
+        "token": one.raw.decode(errors="replace"),
+        "logprob": finite(one.logprob),
+        "bytes": list(one.raw) or None,
+    }

@@ -1,0 +1,292 @@
+"""The items, events and final state of one response, for its stream and for who asks later."""
+
+import time
+from typing import Any, Literal, final
+
+from ....placement.ids import RequestId
+from ...chat.requests import (
+    CallPart,
+    Finished,
+    Part,
+    PromptLogprobs,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+)
+from ..http.dialects import WholeAnswer
+from ..http.errors import HttpFault
+from ..http.sse import named_event
+from ..openai.openai_api import call_id
+from .response_call import CallItem
+from .response_tools import ToolSet
+from .responses_schema import ResponsesBody
+
+Kind = Literal["message", "reasoning"]
+End = Finished | HttpFault | None
+"""How an answer ended; None: it was cancelled."""
+
+
+@final
+class ResponseRenderer:
+    """Renders one answer as a list of items; a stream has one open at a time."""
+
+    def __init__(self, body: ResponsesBody, request_id: RequestId, tools: ToolSet) -> None:
+        self._body = body
+        self._tools = tools
+        self._given_tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+        self._request_id = request_id
+        self._created = int(time.time())
+        self._sequence = 0
+        self._items: list[dict[str, Any]] = []
+        self._calls = 0
+        self._call: CallItem | None = None
+        """The call that is being generated."""
+        self._open: Kind | None = None
+        self._text = ""
+        self._has_begun = False
+        self._is_queued = body.background is True
+        self.is_kept = False
+        """Whether it is to be found by its id when it has ended."""
+        self.not_stored = ""
+        """Why a response that should be kept is not."""
+
+    @property
+    def id(self) -> str:
+        return self._request_id.replace("req_", "resp_", 1)
+
+    def whole(self, answer: WholeAnswer, end: Finished) -> dict[str, Any]:
+        if answer.thoughts:
+            self._items.append(self._item("reasoning", answer.reasoning))
+        if answer.text or not answer.calls:
+            self._items.append(self._item("message", answer.text))
+        for call in answer.calls:
+            item = self._call_item(call.name)
+            _ = item.delta(call.arguments, ends=True)
+            self._items.append(item.json("completed"))
+        return self.final(end)
+
+    def heartbeat(self) -> bytes:
+        return self.beginning() or self._in_progress()
+
+    def queued(self) -> bytes:
+        """The first events of an answer in the background."""
+        self._has_begun = True
+        created = self._event("response.created", response=self.state())
+        return created + self._event("response.queued", response=self.state())
+
+    def state_event(self, number: int) -> bytes:
+        """The state so far, under the number of the event that the client got last.
+
+        It is a sign of life for one reader, and none of the events that all readers get.
+        """
+        kind = "response.queued" if self._is_queued else "response.in_progress"
+        event = {"type": kind, "sequence_number": number, "response": self.state()}
+        return named_event(kind, event)
+
+    def render(self, event: Part) -> bytes:
+        match event:
+            case Started() | PromptLogprobs():
+                return self.beginning()
+            case TextDelta(text):
+                return self._delta("message", text) if text else b""
+            case ReasoningDelta(text):
+                return self._delta("reasoning", text)
+            case CallPart():
+                return self._call_part(event)
+            case Finished():
+                return self.closing(event) + self.last(self.final(event))
+
+    def fault(self, fault: HttpFault) -> bytes:
+        """A failed response. Items that were complete stay; clients retry by the error's code."""
+        return self.closing(fault) + self.last(self.final(fault))
+
+    def closing(self, end: End) -> bytes:
+        """The events before the last one. What a cancelled answer has said so far stays."""
+        frames = self.beginning()
+        match end:
+            case Finished():
+                return frames + self._close()
+            case HttpFault():
+                return frames
+            case None:
+                return frames + self._close("incomplete")
+
+    def final(self, end: End) -> dict[str, Any]:
+        """The response with its end."""
+        match end:
+            case Finished():
+                status = "incomplete" if end.reason == "length" else "completed"
+                return self._response(status) | _usage(end)
+            case HttpFault(code=code, message=message):
+                return self._response("failed") | {"error": {"code": code, "message": message}}
+            case None:
+                return self._response("cancelled")
+
+    def forget_prompt(self) -> None:
+        """Leaves out what the request repeats: it does not fit the model."""
+        self._given_tools = []
+        self._body = self._body.model_copy(update={"instructions": None, "metadata": None})
+
+    def last(self, response: dict[str, Any]) -> bytes:
+        """The event that ends the stream, for a `final` response."""
+        return last_event(response, self._sequence)
+
+    def state(self) -> dict[str, Any]:
+        """The response so far."""
+        return self._response("queued" if self._is_queued else "in_progress")
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        number, self._sequence = self._sequence, self._sequence + 1
+        return named_event(kind, {"type": kind, "sequence_number": number, **fields})
+
+    def beginning(self) -> bytes:
+        """The first events, once."""
+        if self._has_begun and not self._is_queued:
+            return b""
+        created = b""
+        if not self._has_begun:
+            created = self._event("response.created", response=self.state())
+        self._has_begun, self._is_queued = True, False
+        return created + self._in_progress()
+
+    def _in_progress(self) -> bytes:
+        return self._event("response.in_progress", response=self.state())
+
+    def _delta(self, kind: Kind, text: str) -> bytes:
+        frames = self.beginning()
+        if self._open != kind:
+            frames += self._close() + self._begin(kind)
+        self._text += text
+        event = f"response.{_text_name(kind)}.delta"
+        return frames + self._event(event, **self._place(), delta=text, **_logprobs(kind))
+
+    def _place(self) -> dict[str, Any]:
+        index = len(self._items)
+        return {"item_id": self._item_id(index), "output_index": index, "content_index": 0}
+
+    def _begin(self, kind: Kind) -> bytes:
+        self._open, self._text = kind, ""
+        item, index = self._item(kind, ""), len(self._items)
+        part = item["content"][0]
+        item |= {"content": [], "status": "in_progress"}
+        return self._event(
+            "response.output_item.added", output_index=index, item=item
+        ) + self._event("response.content_part.added", **self._place(), part=part)
+
+    def _close(self, status: str = "completed") -> bytes:
+        if self._open is None:
+            return b""
+        kind, text = self._open, self._text
+        item, index, place = self._item(kind, text), len(self._items), self._place()
+        item["status"] = status
+        part, event = item["content"][0], f"response.{_text_name(kind)}.done"
+        frames = (
+            self._event(event, **place, text=text, **_logprobs(kind))
+            + self._event("response.content_part.done", **place, part=part)
+            + self._event("response.output_item.done", output_index=index, item=item)
+        )
+        self._items.append(item)
+        self._open = None
+        return frames
+
+    def _call_part(self, part: CallPart) -> bytes:
+        frames = b""
+        index = len(self._items)
+        if part.name:
+            frames = self.beginning() + self._close()
+            index = len(self._items)
+            self._call = call = self._call_item(part.name)
+            item = call.json("in_progress")
+            frames += self._event("response.output_item.added", output_index=index, item=item)
+        call = self._call
+        assert call is not None
+        place, kind = call.place | {"output_index": index}, call.event_prefix
+        text = call.delta(part.arguments, ends=part.ends and not part.is_cut)
+        if text and kind:
+            frames += self._event(f"{kind}.delta", **place, delta=text)
+        if not part.ends:
+            return frames
+        self._call = None
+        item = call.json("incomplete" if part.is_cut else "completed")
+        self._items.append(item)
+        if part.is_cut:  # clients run a call that is done
+            return frames
+        if kind:
+            frames += self._event(f"{kind}.done", **place, **call.value)
+        return frames + self._event("response.output_item.done", output_index=index, item=item)
+
+    def _item_id(self, index: int) -> str:
+        return f"{self._request_id.replace('req_', 'item_', 1)}_{index}"
+
+    def _item(self, kind: Kind, text: str) -> dict[str, Any]:
+        head: dict[str, Any] = {"id": self._item_id(len(self._items)), "type": kind}
+        part: dict[str, Any] = {"type": _text_name(kind), "text": text}
+        if kind == "message":
+            head["role"] = "assistant"
+            part |= {"annotations": [], "logprobs": []}
+        else:
+            head["summary"] = []
+        return {**head, "status": "completed", "content": [part]}
+
+    def _call_item(self, tool: str) -> "CallItem":
+        head = {"id": self._item_id(len(self._items))}
+        head["call_id"] = call_id(self._request_id, self._calls)
+        self._calls += 1
+        return CallItem(head, self._tools.form(tool))
+
+    def _response(self, status: str) -> dict[str, Any]:
+        body = self._body
+        cut = status == "incomplete"
+        response: dict[str, Any] = {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "model": body.model,
+            "output": list(self._items),
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "instructions": body.instructions,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "tool_choice": _choice(body),
+            "tools": self._given_tools,
+            "background": body.background is True,
+            "previous_response_id": body.previous_response_id,
+            "store": self.is_kept and not self.not_stored,
+            "usage": None,
+        }
+        return response | ({"store_error": self.not_stored} if self.not_stored else {})
+
+
+def last_event(response: dict[str, Any], number: int) -> bytes:
+    """The event that ends the stream of a response. OpenAI's streams have none for cancelled."""
+    ending = "incomplete" if response["status"] == "cancelled" else response["status"]
+    kind = f"response.{ending}"
+    return named_event(kind, {"type": kind, "sequence_number": number, "response": response})
+
+
+def _text_name(kind: Kind) -> str:
+    return "output_text" if kind == "message" else "reasoning_text"
+
+
+def _logprobs(kind: Kind) -> dict[str, Any]:
+    """An event's log-probabilities: OpenAI's clients want the field in those of messages."""
+    return {"logprobs": []} if kind == "message" else {}
+
+
+def _choice(body: ResponsesBody) -> Any:
+    return "auto" if body.tool_choice is None else body.tool_choice.given
+
+
+def _usage(end: Finished) -> dict[str, Any]:
+    usage = {
+        "input_tokens": end.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": end.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": end.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": end.reasoning_tokens},
+        "total_tokens": end.prompt_tokens + end.completion_tokens,
+    }
+    return {"usage": usage, "generation_stats": dict(end.stats)}

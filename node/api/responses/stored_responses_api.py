@@ -1,0 +1,148 @@
+"""Stored responses by id: read, followed, listed, cancelled, deleted."""
+
+import json
+import re
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ....placement.errors import InvalidRequest, ResponseNotFound
+from ...responses.store import StoredResponse
+from ..http.dialects import RESPONSES_PATH
+from ..http.long_bodies import JSON_TYPE, json_response, off_the_loop
+from ..http.routes import ApiRoute, query_values
+from ..http.sse import EventStream
+from ..shared.answering import Answering
+from .frame_log import FrameLog
+from .response_items import PAGE_QUERY, Page
+from .response_renderer import last_event
+from .response_run import ResponseRun
+from .response_runs import NO_RUNS, ResponseRuns, owner_of, read_run
+
+_STREAM: Final = {"true": True, "false": False}
+_RETRIEVE_QUERY: Final[Mapping[str, Mapping[str, Any]]] = {
+    "stream": {"enum": [*_STREAM]},
+    "starting_after": {"type": "integer", "minimum": 0},
+}
+_WITHOUT_EFFECT: Final = ("include", "include[]", "include_obfuscation")
+
+
+class StoredResponsesApi:
+    """The endpoints. `runs` None: this node stores no responses."""
+
+    def __init__(self, answering: Answering, runs: ResponseRuns | None) -> None:
+        self._answering = answering
+        self._runs = runs
+
+    def routes(self) -> list[ApiRoute]:
+        one = f"{RESPONSES_PATH}/{{id}}"
+        return [
+            ApiRoute("GET", one, self.retrieve, query=_RETRIEVE_QUERY),
+            ApiRoute("DELETE", one, self.delete),
+            ApiRoute("GET", f"{one}/input_items", self.input_items, query=PAGE_QUERY),
+            ApiRoute("POST", f"{one}/cancel", self.cancel),
+        ]
+
+    async def retrieve(self, request: Request) -> Response:
+        id, owner, runs = self._target(request)
+        after = _starting_after(query_values(_pairs(request), _RETRIEVE_QUERY))
+        run = runs.get(id, owner)
+        if run is not None:
+            if after is None:
+                return json_response(run.response)
+            return self._followed(request, run, after)
+        stored = await runs.store.get(id, owner)
+        if after is None:
+            return Response(stored.body, media_type=JSON_TYPE)
+        return EventStream(await off_the_loop(lambda: _past_events(stored, after)))
+
+    async def input_items(self, request: Request) -> Response:
+        id, owner, runs = self._target(request)
+        page = Page.of_query(_pairs(request))
+        items = await runs.store.input_items(id, owner)
+        return json_response(page.of(items))
+
+    async def delete(self, request: Request) -> Response:
+        id, owner, runs = self._target(request)
+        await runs.delete(id, owner)
+        return json_response({"id": id, "object": "response", "deleted": True})
+
+    async def cancel(self, request: Request) -> Response:
+        """Cancels an answer in the background; one that has ended stays as it is."""
+        id, owner, runs = self._target(request)
+        run = runs.get(id, owner)
+        if run is not None:
+            _check_background(is_background=run.request.is_background, action="cancelled")
+            run.cancel()
+            await run.ended()
+            return json_response(run.response)
+        stored = await runs.store.get(id, owner)
+        _check_background(is_background=stored.background, action="cancelled")
+        return Response(stored.body, media_type=JSON_TYPE)
+
+    def _followed(self, request: Request, run: ResponseRun, after: int) -> Response:
+        _check_background(is_background=run.request.is_background, action="followed")
+        _check_number(after, run.log.last)
+        return EventStream(read_run(run, request.receive, self._answering.silence(), after))
+
+    def _target(self, request: Request) -> tuple[str, str, ResponseRuns]:
+        """The id, the client that may have it, and the responses of this node."""
+        id: str = request.path_params["id"]
+        if self._runs is None:
+            raise ResponseNotFound(f"there is no response '{id[:64]}': {NO_RUNS}")
+        return id, owner_of(request), self._runs
+
+
+def _pairs(request: Request) -> list[tuple[str, str]]:
+    """The query without what clients may send and no answer has."""
+    pairs = request.query_params.multi_items()
+    return [(name, text) for name, text in pairs if name not in _WITHOUT_EFFECT]
+
+
+def _starting_after(values: Mapping[str, str]) -> int | None:
+    """The number of the event to continue after, -1 for all; None: no stream."""
+    is_stream = _STREAM.get(values.get("stream", "false").lower())
+    if is_stream is None:
+        raise InvalidRequest("'stream' should be true or false", param="stream")
+    text = values.get("starting_after")
+    if text is None:
+        return -1 if is_stream else None
+    if not is_stream:
+        message = "'starting_after' continues a stream; add stream=true"
+        raise InvalidRequest(message, param="starting_after")
+    if not re.fullmatch(r"[0-9]{1,15}", text):
+        message = "'starting_after' should be the sequence_number of an event, 0 or more"
+        raise InvalidRequest(message, param="starting_after")
+    return int(text)
+
+
+def _past_events(stored: StoredResponse, after: int) -> AsyncGenerator[bytes]:
+    """The events of an answer that has ended. One that was interrupted has only its end."""
+    _check_background(is_background=stored.background, action="followed")
+    if not stored.events:
+        last = FrameLog(last_event(json.loads(stored.body), after + 1))
+        last.complete()
+        return last.follow(-1)
+    log = FrameLog(stored.events)
+    log.complete()
+    _check_number(after, log.last)
+    return log.follow(after)
+
+
+def _check_number(after: int, last: int) -> None:
+    if after > last:
+        raise InvalidRequest(
+            f"'starting_after' is {after}, and the last event so far has the number {last}",
+            param="starting_after",
+        )
+
+
+def _check_background(*, is_background: bool, action: str) -> None:
+    if not is_background:
+        raise InvalidRequest(
+            f'this response was not made with "background": true, so it cannot be {action}; it '
+            "ends when its client closes the connection",
+            param="id",
+        )

@@ -1,0 +1,228 @@
+"""The user's names for models, with settings of their own: `profiles.toml`, read after each change.
+
+A bad profile becomes a fault with the file, the field and the remedy; the others stay in use. If
+the file is not TOML, its previous content stays in use.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Final, cast
+
+from pydantic import Field
+
+from ....placement.errors import ExoNodeError, InvalidRequest, InvalidSettings
+from ...machine.background_reads import BackgroundRead, read_regular
+from ...machine.private_files import replace_private
+from ..http.bodies import validated
+from ..http.keep_alive import KeepAlive
+from .sampling_schema import SamplingBody
+from .thinking_schema import thinking_options
+from .tool_schema import Effort, TemplateKwargs
+
+_LOG: Final = logging.getLogger(__name__)
+_FILE_LIMIT: Final = 1 << 20
+_MAX_NAME: Final = 256
+_REQUEST_FIELDS: Final = (
+    "response_format",
+    "grammar",
+    "regex",
+    "service_tier",
+    "min_tokens",
+    "ignore_eos",
+)
+"""Fields that belong to one request, not to the use of a model."""
+
+
+class Profile(SamplingBody):
+    """One name. Its values apply to the fields that a request does not set."""
+
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    system: Annotated[str | None, Field(min_length=1, max_length=1 << 18)] = None
+    """The system message of requests that do not begin with one."""
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    keep_alive: KeepAlive = None
+    loop_guard: bool | None = None
+    """False: an answer may repeat itself without end."""
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        return thinking_options(effort=self.reasoning_effort, kwargs=self.chat_template_kwargs)
+
+    @classmethod
+    def known_fields(cls) -> list[str]:
+        return [name for name in cls.model_fields if name not in _REQUEST_FIELDS]
+
+    def describe(self) -> dict[str, Any]:
+        """The fields for a list of models, without the text of the system message."""
+        fields = self.model_dump(exclude_none=True, exclude={"model", "system"}, mode="json")
+        return fields | ({"system": True} if self.system else {})
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    stamp: object = None
+    profiles: Mapping[str, Profile] = field(default_factory=dict[str, Profile])
+    faults: Mapping[str, ExoNodeError] = field(default_factory=dict[str, ExoNodeError])
+
+
+class ProfileFile:
+    """The profiles of one file as of the last `refresh`; the file need not exist."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._content = BackgroundRead(path, self._read)
+        self._change = asyncio.Lock()
+        """Held from the read of the file to its replacement: the next change sees this one."""
+
+    async def refresh(self) -> None:
+        """Reads the file again if it has changed."""
+        await self._content.refresh()
+
+    def all(self) -> Mapping[str, Profile]:
+        return self._content.value.profiles
+
+    def faults(self) -> Mapping[str, ExoNodeError]:
+        """The faults by the profile's name, or the file's."""
+        return self._content.value.faults
+
+    def get(self, name: str) -> Profile | None:
+        """The profile of that name, or None. Raises its fault if it has one."""
+        if (fault := self.faults().get(name)) is not None:
+            raise fault
+        return self.all().get(name)
+
+    async def add(self, name: str, model: str) -> None:
+        """Appends a name without settings. Raises InvalidRequest."""
+        async with self._change:
+            await self.refresh()
+            if name in self.all() or name in self.faults():
+                message = f"{name[:80]!r} is in {self._path} already"
+                raise InvalidRequest(message, param="destination")
+            try:
+                _ = _profile(self._path, name, {"model": model})
+                await asyncio.to_thread(self._write, lambda text: text + _entry(name, model))
+            except InvalidSettings as fault:
+                raise InvalidRequest(fault.message, param="destination") from None
+
+    async def remove(self, name: str) -> bool:
+        """Takes out a name as `add` wrote it; False: no profile has it. Raises InvalidRequest."""
+        async with self._change:
+            await self.refresh()
+            profile = self.all().get(name)
+            if profile is None:
+                return False
+            entry_text = _entry(name, profile.model)
+
+            def without(text: str) -> str:
+                if text.count(entry_text) != 1:
+                    raise InvalidSettings(
+                        f"{name} is a profile of yours; remove it from {self._path} yourself"
+                    )
+                return text.replace(entry_text, "")
+
+            try:
+                await asyncio.to_thread(self._write, without)
+            except InvalidSettings as fault:
+                raise InvalidRequest(fault.message, param="model") from None
+            return True
+
+    def _write(self, change: Callable[[str], str]) -> None:
+        """Replaces the file, where it stays one that can be read. Raises InvalidSettings."""
+        path = Path(os.path.realpath(self._path))  # a link to a person's own file stays
+        try:
+            before = path.read_text() if path.exists() else ""
+            content = change(before).encode()
+            _ = _parsed(self._path, content)
+            replace_private(path, content)
+        except (OSError, UnicodeDecodeError) as fault:
+            raise InvalidSettings(
+                f"{self._path} cannot be written ({fault}); mend it or its permissions"
+            ) from fault
+
+    def _read(self, before: _Content | None) -> _Content:
+        before, stamp = before or _Content(), _stamp(self._path)
+        if stamp == before.stamp:
+            return before
+        profiles: dict[str, Profile] = {}
+        faults: dict[str, ExoNodeError] = {}
+        try:
+            tables: Mapping[str, Any] = {} if stamp is None else _tables(self._path)
+        except InvalidSettings as fault:
+            content = _Content(stamp, before.profiles, {self._path.name: fault})
+        else:
+            for name, table in tables.items():
+                try:
+                    profiles[name] = _profile(self._path, name, table)
+                except InvalidSettings as fault:
+                    faults[name[:_MAX_NAME]] = fault
+            content = _Content(stamp, profiles, faults)
+        for fault in content.faults.values():
+            _LOG.warning("%s", fault.message)
+        return content
+
+
+def _entry(name: str, model: str) -> str:
+    """A profile without settings. JSON's texts are TOML's, for printable characters."""
+    quoted = (json.dumps(text, ensure_ascii=False) for text in (name, model))
+    return "\n[{}]\nmodel = {}\n".format(*quoted)
+
+
+def _profile(path: Path, name: str, table: Any) -> Profile:
+    where = f"{path}: {name[:_MAX_NAME]!r}"
+    if not 0 < len(name) <= _MAX_NAME or not name.isprintable() or name != name.strip():
+        raise InvalidSettings(
+            f"{where} is no name; give 1 to {_MAX_NAME} printable characters", param=name[:80]
+        )
+    fields = {"model": table} if isinstance(table, str) else table
+    if not isinstance(fields, dict):
+        raise InvalidSettings(
+            f"{where} is no profile; write [{name}] and model = 'OWNER/NAME' below it", param=name
+        )
+    table = cast(dict[str, Any], fields)
+    misplaced = next((field for field in table if field in _REQUEST_FIELDS), None)
+    if misplaced is not None:
+        raise InvalidSettings(
+            f"{where}: '{misplaced}' belongs to a request; remove it", param=misplaced
+        )
+    try:
+        return validated(table, Profile)
+    except InvalidRequest as fault:
+        remedy = "mend that field or remove it"
+        raise InvalidSettings(f"{where}: {fault.message}; {remedy}", param=fault.param) from None
+
+
+def _tables(path: Path) -> Mapping[str, Any]:
+    try:
+        content, _ = read_regular(path, _FILE_LIMIT + 1)
+    except OSError as fault:
+        why = f"{path} cannot be read: {fault.strerror}; mend its permissions or remove it"
+        raise InvalidSettings(why, param=path.name) from None
+    return _parsed(path, content)
+
+
+def _parsed(path: Path, content: bytes) -> Mapping[str, Any]:
+    """The tables of the file's content. Raises InvalidSettings."""
+    if len(content) > _FILE_LIMIT:
+        raise InvalidSettings(
+            f"{path} has more than {_FILE_LIMIT} bytes; make it shorter", param=path.name
+        )
+    try:
+        return tomllib.loads(content.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as fault:
+        why = f"{path} is no TOML: {fault}; mend that place, until then the earlier profiles count"
+        raise InvalidSettings(why, param=path.name) from None
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns

@@ -1,0 +1,78 @@
+"""Requests to profiles: the user's own names for models, with fields of their own."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ....mtp.types import Sampling
+from ....placement.errors import ExoNodeError, ModelNotFound
+from ....placement.ids import ModelId
+from ...chat.requests import PENALTY_FIELDS, GenerationRequest
+from .profile_file import Profile, ProfileFile
+from .thinking_schema import merge_options
+
+
+async def profiled(profiles: ProfileFile, request: GenerationRequest) -> GenerationRequest:
+    """The request, to the profile's model if it names one.
+
+    Raises ModelNotFound for a profile with a fault.
+    """
+    await profiles.refresh()
+    try:
+        profile = profiles.get(request.model)
+    except ExoNodeError as fault:
+        raise ModelNotFound(fault.message, param="model") from fault
+    return request if profile is None else apply_profile(profile, request)
+
+
+def apply_profile(profile: Profile, request: GenerationRequest) -> GenerationRequest:
+    """The request to the profile's model, with the profile's fields where it sets none."""
+    sampling, fields = profile.sampling()
+    keep_alive, trusted = request.keep_alive_s, request.trusted
+    if keep_alive is None:
+        keep_alive, trusted = profile.keep_alive, True  # the node's own user wrote it
+    k = request.num_draft_tokens
+    own_fields = fields - request.explicit_fields
+    changed = replace(
+        request,
+        model=ModelId(profile.model),
+        profile=request.model,
+        sampling=_sampling(request, sampling, own_fields),
+        explicit_fields=request.explicit_fields | own_fields,
+        profile_fields=own_fields,
+        max_tokens=request.max_tokens or profile.max_tokens,
+        stop=request.stop or tuple(profile.stop or ()),
+        num_draft_tokens=profile.num_draft_tokens if k is None else k,
+        draft_policy=request.draft_policy or profile.draft_policy,
+        background=request.background or profile.background,
+        uses_cache=request.uses_cache and profile.cache is not False,
+        guards_loops=profile.loop_guard if request.guards_loops is None else request.guards_loops,
+        keep_alive_s=keep_alive,
+        trusted=trusted,
+    )
+    if (request.text, request.ids, request.embeddings) != (None, None, None):
+        return changed  # there is no template
+    return replace(
+        changed,
+        messages=_messages(request, profile.system),
+        options=merge_options(profile.template_options, request.options),
+    )
+
+
+def _sampling(request: GenerationRequest, defaults: Sampling, names: frozenset[str]) -> Sampling:
+    """The request's sampling with the fields `names` of `defaults`."""
+    penalties = {
+        field: getattr(defaults.penalties, field)
+        for name, field in PENALTY_FIELDS.items()
+        if name in names
+    }
+    plain = {name: getattr(defaults, name) for name in names if name not in PENALTY_FIELDS}
+    own = request.sampling
+    return replace(own, penalties=replace(own.penalties, **penalties), **plain)
+
+
+def _messages(request: GenerationRequest, system: str | None) -> tuple[Mapping[str, Any], ...]:
+    messages = request.messages
+    if system is None or (messages and messages[0].get("role") == "system"):
+        return messages
+    return ({"role": "system", "content": system}, *messages)

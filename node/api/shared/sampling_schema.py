@@ -1,0 +1,193 @@
+"""The sampling fields of OpenAI's dialect, and their conversion to the node's `Sampling`."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from ....mtp.types import Penalties, Sampling
+from ....placement.sampling_values import API_DEFAULTS
+from ...chat.requests import PENALTY_FIELDS, Grammar
+from ..http.bodies import StrictBody
+from .structured_schema import GrammarText, ResponseFormat
+
+_UINT32: Final = 2**32 - 1
+_UINT64: Final = 2**64 - 1
+_SAMPLING_FIELDS: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "xtc_probability",
+    "xtc_threshold",
+    "seed",
+    "min_tokens",
+)
+_LEAST_TOP_P: Final = 1e-9
+
+Number = TypeVar("Number", int, float)
+
+TokenText = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
+"""A token's id as the key of a JSON object."""
+
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def none_of_minus_one(value: Any) -> Any:
+    return None if isinstance(value, int) and value == -1 else value
+
+
+MaxTokens = Annotated[
+    Annotated[int, Field(ge=1, le=_UINT32)] | None,
+    BeforeValidator(
+        none_of_minus_one,
+        json_schema_input_type=Annotated[int | None, Field(ge=-1, le=_UINT32)],
+    ),
+]
+
+
+def _zero_of_minus_one(value: Any) -> Any:
+    return 0 if isinstance(value, int) and value == -1 else value
+
+
+TopK = Annotated[
+    Annotated[int, Field(ge=0, le=_UINT32)] | None,
+    BeforeValidator(
+        _zero_of_minus_one,
+        json_schema_input_type=Annotated[int | None, Field(ge=-1, le=_UINT32)],
+    ),
+]
+"""0 is no filter, and so is vLLM's -1."""
+
+
+class SamplingBody(StrictBody):
+    """Bounds are OpenAI's, mlx-lm's or the wire's."""
+
+    max_tokens: MaxTokens = None
+    temperature: Annotated[float | None, Field(ge=0, le=2)] = None
+    top_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    top_k: TopK = None
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    xtc_probability: Annotated[float | None, Field(ge=0, le=1)] = None
+    xtc_threshold: Annotated[float | None, Field(ge=0, le=0.5)] = None
+    seed: Annotated[
+        Annotated[int, Field(ge=0, le=_UINT64)] | None,
+        BeforeValidator(
+            none_of_minus_one,
+            json_schema_input_type=Annotated[int | None, Field(ge=-1, le=_UINT64)],
+        ),
+    ] = None
+    stop: Annotated[
+        list[StopString] | None,
+        Field(max_length=16),
+        BeforeValidator(_as_list, json_schema_input_type=StopString | list[StopString] | None),
+    ] = None
+    frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
+    repetition_penalty: Annotated[float | None, Field(gt=0, le=10)] = None
+    repetition_context_size: Annotated[int | None, Field(ge=1, le=4096)] = None
+    """Tokens that all three penalties look at, the prompt's among them; mlx-lm's 20 by default."""
+    logit_bias: Annotated[
+        dict[TokenText, Annotated[float, Field(ge=-100, le=100)]] | None, Field(max_length=300)
+    ] = None
+    num_draft_tokens: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None
+    draft_policy: Literal["adaptive", "fixed"] | None = None
+    """`adaptive`: `num_draft_tokens` is the most that a round drafts; `fixed`: what each drafts."""
+    response_format: ResponseFormat | None = None
+    grammar: GrammarText | None = None
+    """Lark, as llguidance reads it."""
+    regex: GrammarText | None = None
+    priority: Literal["interactive", "batch"] | None = None
+    service_tier: str | None = None
+    """OpenAI's: "flex" is answered after the others, as `priority: "batch"` is."""
+    min_tokens: Annotated[int | None, Field(ge=0, le=_UINT32)] = None
+    """End tokens have probability 0 until the answer has as many tokens."""
+    ignore_eos: bool | None = None
+    """True: they have probability 0 up to the last token."""
+    cache: bool | None = None
+    """False: reads all of the prompt, and keeps nothing of it for other requests."""
+
+    @model_validator(mode="after")
+    def _has_one_form(self) -> Self:
+        forms = [name for name in ("grammar", "regex") if getattr(self, name) is not None]
+        if self.response_format is not None and self.response_format.type != "text":
+            forms.insert(0, "response_format")
+        if len(forms) > 1:
+            raise PydanticCustomError(
+                "one_of",
+                "cannot be enforced together with '{other}'",
+                {"other": forms[0], "at": forms[1]},
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_room(self) -> Self:
+        if (self.min_tokens or 0) > (self.token_limit or _UINT32):
+            raise PydanticCustomError(
+                "above_the_most",
+                "should be at most the answer's limit of {most} tokens",
+                {"most": self.token_limit, "at": "min_tokens"},
+            )
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        """The most tokens of the answer; None: up to the end of the context."""
+        return self.max_tokens
+
+    @property
+    def form(self) -> Grammar | None:
+        """The constraint on the answer's text."""
+        if self.grammar is not None:
+            return Grammar("lark", self.grammar, "grammar")
+        if self.regex is not None:
+            return Grammar("regex", self.regex, "regex")
+        response_format = self.response_format
+        return None if response_format is None else response_format.grammar("response_format")
+
+    @property
+    def background(self) -> bool:
+        return self.priority == "batch" or (self.priority is None and self.service_tier == "flex")
+
+    def sampling(self) -> tuple[Sampling, frozenset[str]]:
+        """The sampling, and the names of the explicit fields: the model has its own for others."""
+        off = Penalties()
+        penalties = Penalties(
+            repetition=_or(self.repetition_penalty, off.repetition),
+            presence=_or(self.presence_penalty, off.presence),
+            frequency=_or(self.frequency_penalty, off.frequency),
+            context_size=_or(self.repetition_context_size, off.context_size),
+            logit_bias=tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
+        )
+        values = explicit_values(self, _SAMPLING_FIELDS)
+        if self.ignore_eos:
+            values["min_tokens"] = _UINT32
+        sampling, fields = sampling_of(values, penalties)
+        return sampling, fields | explicit_values(self, PENALTY_FIELDS).keys()
+
+
+def explicit_values(body: StrictBody, names: Iterable[str]) -> dict[str, Any]:
+    """The fields of these names that a request sets."""
+    values = ((name, getattr(body, name)) for name in names)
+    return {name: value for name, value in values if value is not None}
+
+
+def sampling_of(
+    values: Mapping[str, Any], penalties: Penalties | None = None
+) -> tuple[Sampling, frozenset[str]]:
+    """The sampling of explicit fields, and their names: the model has its own for others."""
+    base = Sampling(temperature=API_DEFAULTS["temperature"], penalties=penalties or Penalties())
+    sampling = replace(base, **values)
+    if sampling.top_p == 0:  # to the APIs the likeliest token; to mlx-lm no filter at all
+        sampling = replace(sampling, top_p=_LEAST_TOP_P)
+    return sampling, frozenset(values)
+
+
+def _or(value: Number | None, default: Number) -> Number:
+    return default if value is None else value

@@ -1,0 +1,191 @@
+"""The grammar of a required tool call, in the model's own call format."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from ....placement.errors import InvalidRequest
+from ..tools.answer_format import HARMONY, call_format
+from ..tools.call_formats import FORMATS
+from ..tools.object_formats import DEEPSEEK_CALL, DEEPSEEK_MARKS
+from ..tools.schemas import SchemaDocument, SchemaFault
+from .argument_grammar import ValueRules, argument_lists
+from .grammars import COMMENT
+from .lark import Words, json_document, quoted
+
+FIELD: Final = "tool_choice"
+_MAX_CALLS: Final = 16
+_OPEN: Final = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties"}
+_LINE: Final = '"\\n"'
+Tool = Mapping[str, Any]
+
+
+def call_grammar(tokenizer: Any, request: str, tools: Sequence[Tool]) -> str:
+    """The grammar, in Lark, of an answer that must call a tool.
+
+    `tokenizer` is mlx-lm's wrapper; `request` is JSON: the `names` that may be called (null: any),
+    and whether calls may be `parallel`. Raises InvalidRequest.
+    """
+    fields: dict[str, Any] = json.loads(request)
+    names: list[str] | None = fields["names"]
+    declared = [tool["function"] for tool in tools]
+    selected = [tool for tool in declared if names is None or tool["name"] in names]
+    if not selected:
+        raise InvalidRequest(f"'{FIELD}' insists on a tool that is not declared", param=FIELD)
+    words, parallel = Words(tokenizer), bool(fields["parallel"])
+    name = call_format(tokenizer)
+    start, end = FORMATS[name].start, FORMATS[name].end
+    match name:
+        case "Harmony":
+            return _harmony_calls(selected, words)
+        case "DeepSeek":
+            # V3 and R1 write a fence, which their templates contain; V3.1 does not.
+            fenced = "```json" in str(getattr(tokenizer, "chat_template", None))
+            return _deepseek_calls(selected, words, parallel=parallel, fenced=fenced)
+        case "json_tools":
+            calls = [_json_call(number, tool) for number, tool in enumerate(selected)]
+        case "qwen3_coder":
+            values = ValueRules("\n</parameter>\n", words, end)
+            calls = [_tagged_call(number, tool, values) for number, tool in enumerate(selected)]
+            calls += values.rules
+        case "glm47":
+            values = ValueRules("</arg_value>", words, end)
+            calls = [
+                _keyed_call(number, tool, words, values) for number, tool in enumerate(selected)
+            ]
+            calls += values.rules
+        case _:
+            # See `plain_calls.py`.
+            calls = [_json_call(number, tool) for number, tool in enumerate(selected)]
+            return "\n".join([f"start: {_any_of(selected)}", *calls])
+    rules = [
+        f"start: {_calls(_LINE, parallel=parallel)}",
+        f"call: {words(start)} ({_any_of(selected)}) {words(end)}",
+    ]
+    return "\n".join([*rules, *calls])
+
+
+def _calls(between: str, *, parallel: bool) -> str:
+    """The rule of one `call`, or of several."""
+    return f"call ({between} call){{0,{_MAX_CALLS - 1}}}" if parallel else "call"
+
+
+def _any_of(tools: Sequence[Tool]) -> str:
+    return " | ".join(f"call_{number}" for number in range(len(tools)))
+
+
+def _json_call(number: int, tool: Tool) -> str:
+    """The rule of `{"name": …, "arguments": {…}}`, the format of Hermes and Qwen."""
+    head = quoted(f'{{"name": {json.dumps(tool["name"])}, "arguments": ')
+    return f'{_named(tool)}call_{number}: "\\n"? {head} {_schema(tool)} "}}" "\\n"?'
+
+
+def _tagged_call(number: int, tool: Tool, values: ValueRules) -> str:
+    """The rule of `<function=…>` with `<parameter=…>` for each argument (newer Qwen models)."""
+    head, tail = quoted(f"\n<function={tool['name']}>\n"), quoted("</function>\n")
+
+    def part(name: str, value: str) -> str:
+        return quoted(f"<parameter={name}>\n") + f" {value}"
+
+    return f"call_{number}: {_ways(tool, (head, part, tail), values)}"
+
+
+def _keyed_call(number: int, tool: Tool, words: Words, values: ValueRules) -> str:
+    """The rule of a name with `<arg_key>` and `<arg_value>` for each argument, as in GLM."""
+
+    def part(name: str, value: str) -> str:
+        key, begin = words(f"<arg_key>{name}</arg_key>"), words("<arg_value>")
+        return f'{key} "\\n"? {begin} {value} "\\n"?'
+
+    head = f'{quoted(tool["name"])} "\\n"?'
+    return f"call_{number}: {_ways(tool, (head, part, ''), values)}"
+
+
+def _ways(
+    tool: Tool, spelling: tuple[str, Callable[[str, str], str], str], values: ValueRules
+) -> str:
+    """The rule of a call whose arguments are separate.
+
+    `spelling`: the text before them, the rule of an argument (name, rule of its value), and the
+    text after them. Raises InvalidRequest, which names the argument.
+    """
+    head, part, tail = spelling
+    document = SchemaDocument(tool.get("parameters") or {})
+    ways: list[str] = []
+    place = ""
+    try:
+        for arguments in argument_lists(document):
+            parts = [head]
+            for name, schema, required in arguments:
+                place = f" '{name}'"
+                values.place = _named(tool, f", argument '{name}',")
+                argument = part(name, values.name(document, schema))
+                parts.append(argument if required else f"({argument})?")
+                values.count(parts[-1])
+            ways.append(" ".join([*parts, tail]))
+    except SchemaFault as fault:
+        raise _refusal(tool, place, fault) from fault
+    return " | ".join(ways)
+
+
+def _named(tool: Tool, argument: str = "") -> str:
+    """A comment that says what the rules below it are for, on a line of its own."""
+    name, argument = (json.dumps(text)[1:-1] for text in (tool["name"], argument))
+    return f"{COMMENT}the tool '{name}'{argument}\n"
+
+
+def _refusal(tool: Tool, place: str, fault: SchemaFault) -> InvalidRequest:
+    return InvalidRequest(
+        f"the tool '{tool['name']}' cannot be enforced: the schema of its arguments{place}: "
+        f"{fault}",
+        param="tools",
+    )
+
+
+def _deepseek_calls(tools: Sequence[Tool], words: Words, *, parallel: bool, fenced: bool) -> str:
+    """Rules of a name, a separator and JSON; `fenced`: in the format of V3 and R1."""
+    (first, last), (start, separator, end) = map(words, DEEPSEEK_MARKS), map(words, DEEPSEEK_CALL)
+    rules = [
+        f"start: {first} {_calls(f'{_LINE}?', parallel=parallel)} {last}",
+        f"call: {start} ({_any_of(tools)}) {end}",
+    ]
+    for number, tool in enumerate(tools):
+        name, tail = tool["name"], ""
+        if fenced:
+            name, tail = f"{name}\n```json\n", quoted("\n```")
+        head = f'"function" {separator} {quoted(name)}' if fenced else f"{quoted(name)} {separator}"
+        rules.append(f"{_named(tool)}call_{number}: {head} {_schema(tool)} {tail}")
+    return "\n".join(rules)
+
+
+def _harmony_calls(tools: Sequence[Tool], words: Words) -> str:
+    """Rules of one call, as in gpt-oss, from the answer's first header on.
+
+    Reasoning and text for the user may come before. The token after the call ends the answer, so
+    there is only one.
+    """
+    start, channel, message, end = map(words, HARMONY[:4])
+    hint = f'" json" | " "? {words("<|constrain|>")} "json"'
+    text_message = f'{channel} ("analysis" | "commentary") {message} /(?s:.*)/ {end}'
+    rules = [f"start: before* ({_any_of(tools)})", f'before: {text_message} {start} "assistant"']
+    for number, tool in enumerate(tools):
+        addressed = f"to=functions.{tool['name']}"
+        by_channel = f"{channel} {quoted(f'commentary {addressed}')}"
+        by_role = f'{quoted(f" {addressed}")} {channel} "commentary"'
+        head = f"({by_channel} | {by_role}) ({hint})? {message}"
+        rules.append(f"{_named(tool)}call_{number}: {head} {_schema(tool)}")
+    return "\n".join(rules)
+
+
+def _schema(tool: Tool) -> str:
+    """The rule of a tool's arguments as JSON, without undeclared ones.
+
+    Formats with tags exclude them as well: a model could add arguments without end.
+    """
+    parameters: dict[str, Any] = {"type": "object", **(tool.get("parameters") or {})}
+    if not _OPEN & parameters.keys():
+        parameters["additionalProperties"] = False
+    try:
+        return json_document(parameters)
+    except SchemaFault as fault:
+        raise _refusal(tool, "", fault) from fault

@@ -1,0 +1,202 @@
+"""JSON schemas as the library of grammars takes them, with what it lacks written otherwise.
+
+Programs write their schemas by zod or pydantic, which know more keywords and formats.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, cast
+
+from ..tools.schemas import MAX_DEPTH, SchemaDocument, SchemaFault, constants
+from .look_ahead import plain_patterns
+
+FORMATS: Final = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+)
+"""The formats that are enforced. Others are remarks without effect, as in JSON Schema."""
+_MEMBERS: Final = frozenset(
+    ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+)
+_DATA: Final = frozenset(("enum", "const", "default", "examples", "example"))
+_TITLES: Final = frozenset(("type", "title", "description", "$comment"))
+_LIMIT: Final = 10**18 - 1
+"""The library reads no larger bound of a number, such as those of 64 bits and of float32."""
+_BOUNDS: Final = {
+    "minimum": -_LIMIT,
+    "exclusiveMinimum": -_LIMIT,
+    "maximum": _LIMIT,
+    "exclusiveMaximum": _LIMIT,
+}
+_OBJECTS: Final = frozenset(("properties", "required", "patternProperties", "minProperties"))
+_COMBINING: Final = frozenset(("anyOf", "oneOf", "allOf", "not", "if", "then", "else"))
+_OPEN: Final = (
+    _COMBINING
+    | {"$ref", "patternProperties", "additionalProperties"}
+    | {
+        "unevaluatedProperties",
+        "minProperties",
+        "maxProperties",
+        "propertyNames",
+        "dependentSchemas",
+    }
+)
+UNIQUE: Final = "uniqueItems"
+
+
+def enforceable(root: Any) -> Any:
+    """A copy of a schema without what has no effect, and with look-aheads written otherwise.
+
+    `uniqueItems`, and a pattern that cannot be enforced beside a format that is, are left out:
+    `unenforced` names them. An object that declares properties and says nothing of others has no
+    others, or a model could add them without end. Bounds beyond 18 digits are narrowed to them.
+    Raises SchemaFault, which names the place.
+    """
+    document = SchemaDocument(cast("dict[str, Any]", root) if isinstance(root, dict) else {})
+    may_close = not any(_extends_others(fields) for fields in _schemas(root))
+    return _converted(document, root, (), may_close=may_close)
+
+
+def unenforced(root: Any) -> list[str]:
+    """The keywords that `enforceable` leaves out although they ask for something."""
+    names = set[str]()
+    for fields in _schemas(root):
+        if fields.get(UNIQUE) is True:
+            names.add(UNIQUE)
+        if leaves_pattern(fields):
+            names.add("pattern")
+    return sorted(names)
+
+
+def _schemas(root: Any) -> Iterator[dict[str, Any]]:
+    """All schemas within a schema."""
+    pending: list[Any] = [root]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, list):
+            pending.extend(cast("list[Any]", value))
+        elif isinstance(value, dict):
+            fields = cast("dict[str, Any]", value)
+            yield fields
+            for name, each in fields.items():
+                if name in _MEMBERS and isinstance(each, dict):
+                    pending.extend(cast("dict[str, Any]", each).values())
+                elif name not in _DATA:
+                    pending.append(each)
+
+
+def leaves_pattern(fields: Mapping[str, Any]) -> bool:
+    """Whether a pattern cannot be enforced, and an enforced format stands beside it."""
+    pattern = fields.get("pattern")
+    if not isinstance(pattern, str) or fields.get("format") not in FORMATS:
+        return False
+    try:
+        _ = plain_patterns(pattern)
+    except SchemaFault:
+        return True
+    return False
+
+
+def _extends_others(fields: Mapping[str, Any]) -> bool:
+    """Whether a schema adds properties to those of others, which therefore stay open."""
+    parts: Any = fields.get("allOf", ())
+    combines = "$ref" in fields or "allOf" in fields
+    return (isinstance(parts, list) and len(parts) > 1) or (
+        combines and bool(_OBJECTS & fields.keys())
+    )
+
+
+def _is_closed(fields: Mapping[str, Any]) -> bool:
+    """Whether an object has no properties but those that it declares, though it may have others."""
+    given, required = fields.get("properties"), fields.get("required", [])
+    if not isinstance(given, dict) or not given or _OPEN & fields.keys():
+        return False
+    return isinstance(required, list) and {*cast("list[Any]", required)} <= given.keys()
+
+
+def _converted(
+    document: SchemaDocument, value: Any, place: tuple[str, ...], *, may_close: bool
+) -> Any:
+    """`may_close`: whether objects that are silent about other properties have none."""
+    if len(place) > 2 * MAX_DEPTH:
+        raise SchemaFault(f"it is nested deeper than {MAX_DEPTH}")
+    if isinstance(value, list):
+        items = cast("list[Any]", value)
+        return [
+            _converted(document, each, (*place, str(at)), may_close=may_close)
+            for at, each in enumerate(items)
+        ]
+    if not isinstance(value, dict):
+        return value
+    fields = dict(cast("dict[str, Any]", value))
+    try:
+        fields = _own(document, fields)
+    except SchemaFault as fault:
+        raise SchemaFault(f"{'.'.join(place)}: {fault}" if place else str(fault)) from fault
+    if may_close and _is_closed(fields):
+        fields["additionalProperties"] = False
+    combines = bool(_OBJECTS & fields.keys())
+    for name, each in fields.items():
+        if name in _MEMBERS and isinstance(each, dict):
+            members = cast("dict[str, Any]", each)
+            fields[name] = {
+                key: _converted(document, one, (*place, name, key), may_close=may_close)
+                for key, one in members.items()
+            }
+        elif name not in _DATA:
+            closes = may_close and not (combines and name in _COMBINING)
+            fields[name] = _converted(document, each, (*place, name), may_close=closes)
+    return fields
+
+
+def _own(document: SchemaDocument, fields: dict[str, Any]) -> dict[str, Any]:
+    """One schema's keywords, those within it as they are."""
+    if isinstance(is_unique := fields.get(UNIQUE), bool):
+        del fields[UNIQUE]
+        items = fields.get("items")
+        values = constants(cast("dict[str, Any]", items)) if isinstance(items, dict) else None
+        if is_unique and values is not None:
+            fields["maxItems"] = min(len(values), fields.get("maxItems", len(values)))
+    if isinstance(fields.get("format"), str) and fields["format"] not in FORMATS:
+        del fields["format"]
+    if isinstance(pattern := fields.get("pattern"), str):
+        if leaves_pattern(fields):
+            del fields["pattern"]
+        else:
+            fields["pattern"], *others = plain_patterns(pattern)
+            parts = [{"type": "string", "pattern": each} for each in others]
+            if parts:
+                fields["allOf"] = [*fields.get("allOf", ()), *parts]
+    for name, limit in _BOUNDS.items():
+        bound = fields.get(name)
+        if isinstance(bound, int | float) and not isinstance(bound, bool):
+            fields[name] = max(bound, limit) if limit < 0 else min(bound, limit)
+    if "propertyNames" in fields:
+        fields = _with_names(document, fields)
+    return fields
+
+
+def _with_names(document: SchemaDocument, fields: dict[str, Any]) -> dict[str, Any]:
+    """`propertyNames` as properties, or as their pattern. Raises SchemaFault."""
+    names: Any = fields.pop("propertyNames")
+    parts = list(document.members(names))
+    others: Any = fields.get("additionalProperties", True)
+    for part in parts:
+        if (values := constants(part)) is not None:
+            given = cast("dict[str, Any]", fields.get("properties", {}))
+            listed = {name: others for name in values if isinstance(name, str)}
+            kept = {name: given[name] for name in listed if name in given}
+            return {**fields, "properties": {**listed, **kept}, "additionalProperties": False}
+    keywords = {name for part in parts for name in part} - _TITLES - {"$ref", "format"}
+    patterns = [part["pattern"] for part in parts if isinstance(part.get("pattern"), str)]
+    for part in parts:
+        low, high = part.get("minLength", 0), part.get("maxLength", "")
+        if low or high != "":
+            patterns.append(rf"^[\s\S]{{{low},{high}}}$")
+    is_pattern = len(patterns) == 1 and keywords <= {"pattern", "minLength", "maxLength"}
+    if is_pattern and "patternProperties" not in fields:
+        return {**fields, "patternProperties": {patterns[0]: others}, "additionalProperties": False}
+    if not keywords:
+        return fields
+    raise SchemaFault(
+        f"'propertyNames' with {', '.join(sorted(keywords))} cannot be enforced; give an 'enum', "
+        "one 'pattern', or a length"
+    )
