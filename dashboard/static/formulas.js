@@ -3,7 +3,6 @@
 const PATIENCE_MS = 2000;
 /** After as many that took too long, no more are drawn on this page. */
 const MOST_FAILURES = 4;
-const GATHER_MS = 30;
 
 /** MathML by formula: "" where it cannot be drawn, null while it is being drawn. */
 const drawings = new Map();
@@ -11,7 +10,6 @@ const queue = [];
 let worker = null;
 let timer = 0;
 let failures = 0;
-let notifying = 0;
 
 /**
  * The MathML of `tex`, "" where its source is to be shown, null where `onDrawn` will be called.
@@ -52,10 +50,7 @@ function settle(drawn) {
   clearTimeout(timer);
   timer = queue.length > 0 ? setTimeout(restart, PATIENCE_MS) : 0;
   drawings.set(name, drawn);
-  notifying ||= setTimeout(() => {
-    notifying = 0;
-    onDrawn();
-  }, GATHER_MS);
+  onDrawn();
 }
 
 /** The first formula in the queue takes too long: its source stays, and the others are drawn anew. */

@@ -6,6 +6,17 @@ import { readFormulas } from "./tex.js";
 import DOMPurify from "./vendor/purify.es.mjs";
 import MarkdownIt from "./vendor/markdown-it.min.mjs";
 
+/** Parts of an answer that are drawn: a browser needs seconds for some ten thousand elements. */
+const MOST_PARTS = 20_000;
+/** Parts that a block and a formula count as besides their own, and letters of code and of a formula that count as one. */
+const EXTRA = 10;
+const LETTERS = { code: 10, formula: 2 };
+const TOO_MANY = "What follows has more parts than a browser draws without a pause, so it is shown as it was written.";
+/** After drawing, the page rests so many times as long as that took, for whoever types or scrolls; at most MOST_REST_MS. */
+const REST = 4;
+const MOST_REST_MS = 3000;
+const GATHER_MS = 30;
+
 /** Fetched with the first code in that language. */
 const GRAMMARS = {
   bash: () => import("./vendor/hljs-bash.min.js"),
@@ -84,6 +95,18 @@ DOMPurify.addHook("afterSanitizeAttributes", (element) => {
  * `rendered` keeps blocks by their source from one call to the next; those that are gone leave it.
  */
 export function renderBlocks(text, rendered) {
+  const begun = performance.now();
+  const blocks = blocksOf(text, rendered);
+  slowestMs = Math.max(performance.now() - begun, slowestMs * 0.8); // other answers are quick
+  return blocks;
+}
+
+let slowestMs = 0;
+
+/** Milliseconds until a growing answer may be drawn again, by how long that takes. */
+export const rest = (least) => Math.max(least, Math.min(MOST_REST_MS, REST * slowestMs));
+
+function blocksOf(text, rendered) {
   const env = {};
   const lines = text.split("\n");
   const groups = topLevel(markdown.parse(text, env));
@@ -92,13 +115,20 @@ export function renderBlocks(text, rendered) {
   if (rendered.references !== references) rendered.clear();
   rendered.references = references; // once, and not in each key: long lists of sources are sent
   const blocks = new Map();
-  const found = groups.map((tokens) => {
+  const found = [];
+  let parts = 0;
+  for (const tokens of groups) {
     const [from, to] = tokens[0].map ?? [0, 0];
+    parts += EXTRA + partsOf(tokens);
+    if (parts > MOST_PARTS) {
+      found.push({ __html: asWritten(lines.slice(from).join("\n")) });
+      break;
+    }
     const key = lines.slice(from, to).join("\n");
     const block = rendered.get(key) ?? rendering(tokens, env);
     blocks.set(key, block);
-    return block;
-  });
+    found.push(block);
+  }
   rendered.clear();
   for (const [key, block] of blocks) rendered.set(key, block);
   return found;
@@ -112,6 +142,18 @@ function rendering(tokens, env) {
   const __html = DOMPurify.sanitize(markdown.renderer.render(tokens, markdown.options, env), POLICY);
   return { __html, isWaiting };
 }
+
+function partsOf(tokens) {
+  let parts = tokens.length;
+  for (const { type, content, children } of tokens) {
+    if (type === "fence" || type === "code_block") parts += content.length / LETTERS.code;
+    else if (type === "formula") parts += EXTRA + content.length / LETTERS.formula;
+    if (children) parts += partsOf(children);
+  }
+  return parts;
+}
+
+const asWritten = (text) => `<p class="notice">${TOO_MANY}</p><div class="written" dir="auto">${escaped(text)}</div>`;
 
 function topLevel(tokens) {
   const groups = [];
@@ -138,8 +180,13 @@ export function onImproved(rendered, draw) {
   return () => listeners.delete(listener);
 }
 
+let improving = 0;
+
 function improve() {
-  for (const listener of listeners) listener();
+  improving ||= setTimeout(() => {
+    improving = 0;
+    for (const listener of listeners) listener();
+  }, rest(GATHER_MS));
 }
 
 /** A formula that cannot be drawn, or is open yet, is shown as it was written. */

@@ -1,11 +1,12 @@
 /** One answer while it arrives: redrawn now and then, kept when its page goes. */
 
+import { rest } from "./markdown.js";
 import { streamChat } from "./stream.js";
 
 const REDRAW_MS = 60;
 const SAVE_MS = 1000;
 
-/** Streams what follows `begun`, redrawn at most every REDRAW_MS, and returns the message's last change. */
+/** Streams what follows `begun`, redrawn at most every REDRAW_MS and as the page can, and returns the message's last change. */
 export async function received(body, begun, signal, draw, onLeave) {
   const { text, reasoning = "", thoughtMs, tokens = [] } = begun;
   const said = { text, reasoning, thoughtMs, calls: [], tokens: [...tokens] };
@@ -25,7 +26,7 @@ export async function received(body, begun, signal, draw, onLeave) {
       else if (event.kind === "stats") Object.assign(end, { usage: event.usage, stats: event.stats });
       else {
         take(said, event);
-        timer ||= setTimeout(() => redraw(performance.now() - saved > SAVE_MS), REDRAW_MS);
+        timer ||= setTimeout(() => redraw(performance.now() - saved > SAVE_MS), rest(REDRAW_MS));
       }
     }
   } catch (error) {

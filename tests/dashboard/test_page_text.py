@@ -254,3 +254,66 @@ def test_what_is_written_and_titles_turn_by_their_letters(view: Visit, node: Nod
     page.locator(".question").hover()
     page.get_by_role("button", name="Edit", exact=True).click()
     assert page.get_by_label("Edit the question").evaluate(turned) == "rtl"
+
+
+PARTS = {
+    "strikes": "~~a" * 30_000,
+    "code": "`a`b" * 15_000,
+    "cells": "|" + "a|" * 100 + "\n|" + "-|" * 100 + ("\n|" + "1|" * 100) * 300,
+    "paragraphs": "a\n\n" * 30_000,
+    "formulas": " ".join(f"$x_{n}$" for n in range(10_000)),
+    "displays": "\n\n".join(f"$$x_{n}$$" for n in range(10_000)),
+    "lines": "```json\n" + '[1,"a"],\n' * 40_000 + "```",
+}
+
+
+@pytest.mark.parametrize("text", PARTS.values(), ids=PARTS)
+def test_an_answer_of_very_many_parts_is_drawn_in_part_and_nothing_is_lost(
+    view: Visit, text: str
+) -> None:
+    """Each held the page for seconds at every redraw, ten thousand formulas for minutes."""
+    view.go()
+    shown = view.page.evaluate(
+        """async (text) => {
+          const { renderBlocks } = await import("/static/markdown.js");
+          const all = document.createElement("div");
+          const before = "# Before **it**\\n\\n";
+          all.innerHTML = renderBlocks(before + text, new Map()).map((one) => one.__html).join("");
+          return {
+            elements: all.querySelectorAll("*").length,
+            title: all.querySelector("h1 strong")?.textContent,
+            notices: [...all.querySelectorAll(".notice")].map((one) => one.textContent),
+            rest: all.querySelector(".written")?.textContent,
+          };
+        }""",
+        text,
+    )
+    assert shown["elements"] < 15_000
+    assert shown["title"] == "it"
+    assert len(shown["notices"]) == 1 and "shown as it was written" in shown["notices"][0]
+    assert text.rstrip().endswith(shown["rest"].rstrip()) and len(shown["rest"]) > len(text) / 3
+
+
+def test_a_long_honest_answer_is_drawn_whole(view: Visit) -> None:
+    view.go()
+    part = "## Step $n$\n\nWith **all** of $x_1 + x_2$ and `code`:\n\n- one\n- two\n\n```py\na = 1\n```\n\n"
+    assert "shown as it was written" not in rendered(view, part * 150)["text"]
+    rows = "|a|b|c|d|\n|-|-|-|-|\n" + "|1|2|3|4|\n" * 700
+    assert "shown as it was written" not in rendered(view, rows)["text"]
+
+
+def test_a_page_that_draws_slowly_draws_less_often(view: Visit) -> None:
+    view.go()
+    before, after = view.page.evaluate(
+        """async () => {
+          const { renderBlocks, rest } = await import("/static/markdown.js");
+          const before = rest(60);
+          const now = performance.now.bind(performance);
+          let ms = 0;
+          performance.now = () => (ms += 500); // each look at the clock half a second later
+          renderBlocks("a", new Map());
+          performance.now = now;
+          return [before, rest(60)];
+        }"""
+    )
+    assert before == 60 and after == 2000
