@@ -21,7 +21,7 @@ export async function textOf(file) {
 export const withFiles = (text, files = []) => [...files.map(fenced), text].filter((part) => part.trim()).join("\n\n");
 
 function fenced({ name, text }) {
-  const runs = text.match(/`+/g) ?? [];
-  const fence = "`".repeat(Math.max(3, ...runs.map(({ length }) => length + 1)));
+  const longest = (text.match(/`+/g) ?? []).reduce((most, { length }) => Math.max(most, length), 2);
+  const fence = "`".repeat(longest + 1);
   return `${name}:\n${fence}\n${text}${text.endsWith("\n") ? "" : "\n"}${fence}`;
 }

@@ -196,6 +196,19 @@ def test_text_files_become_text_with_their_names(view: Visit, node: Node) -> Non
     assert view.violations() == []
 
 
+def test_a_file_of_nothing_but_fences_is_quoted_too(view: Visit) -> None:
+    """Its runs of backticks were arguments of one call, which takes fewer."""
+    view.go()
+    quoted = view.page.evaluate(
+        """async (text) => {
+          const { withFiles } = await import("/static/files.js");
+          return withFiles("", [{ name: "a", text }]);
+        }""",
+        "` " * 128_000,
+    )
+    assert quoted.startswith("a:\n```\n` ` `") and quoted.endswith("\n```")
+
+
 @pytest.mark.parametrize(
     ("name", "data", "why"),
     [

@@ -296,7 +296,8 @@ def test_an_answer_of_very_many_parts_is_drawn_in_part_and_nothing_is_lost(
 
 def test_a_long_honest_answer_is_drawn_whole(view: Visit) -> None:
     view.go()
-    part = "## Step $n$\n\nWith **all** of $x_1 + x_2$ and `code`:\n\n- one\n- two\n\n```py\na = 1\n```\n\n"
+    part = "## Step $n$\n\nWith **all** of $x_1 + x_2$ and `code`:\n\n- one\n- two\n\n"
+    part += "```py\na = 1\n```\n\n"
     assert "shown as it was written" not in rendered(view, part * 150)["text"]
     rows = "|a|b|c|d|\n|-|-|-|-|\n" + "|1|2|3|4|\n" * 700
     assert "shown as it was written" not in rendered(view, rows)["text"]
