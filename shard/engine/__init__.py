@@ -11,7 +11,9 @@ embedding_engine.py: embeddings of inputs that are read as prompts
 engine.py: the loop: plan, issue, read, commit, deliver
 events.py: events of an answer
 executor.py: carries out steps on this node's device
+fairness.py: whose turn it is: prompts or answers
 flight.py: work in flight
+grouping.py: the groups of decoding requests that share forwards
 issued_round.py: a round in flight, and its outcome
 lookup_control.py: whether a request copies drafts from its own tokens
 loop_guard.py: ends an answer that repeats itself

@@ -62,31 +62,43 @@ class Engine:
         another stage answers."""
         began_at = self._clock()
         self._admit()
-        self._end_read()
-        is_prefill = False
-        if (back := next((f for f in self._in_flight if f.is_back), None)) is not None:
-            self._land(back)
-        elif (work := self._plan()) is not None:
-            is_prefill = not isinstance(work, Decode)
-            self._run(work)
-        elif (computed := next((f for f in self._in_flight if not f.is_away), None)) is not None:
-            self._land(computed)
-        else:
+        flight, work = self._plan()
+        if flight is None and work is None:
             return False
-        self.scheduler.charge(self._clock() - began_at, for_prefill=is_prefill)
+        outcomes = list[StepOutcome]()
+        if work is not None:
+            outcomes, flight = self._issue(work)
+        if flight is not None:
+            outcomes = self._land(flight)
+        self._deliver(outcomes)
+        for_prefill = not (work is None or isinstance(work, Decode))
+        self.scheduler.charge(self._clock() - began_at, for_prefill=for_prefill)
         return True
 
-    def _plan(self) -> Work | None:
-        in_prefill = self._prefill_forward is not None
-        return self.scheduler.plan(self._requests, self._in_flight, in_prefill=in_prefill)
+    def _plan(self) -> tuple[Flight | None, Work | None]:
+        """Work to read or to do: what came back from other stages, what the scheduler says, or else
+        what this device computes."""
+        if (back := next((f for f in self._in_flight if f.is_back), None)) is not None:
+            return back, None
+        if (work := self._next(self._requests)) is not None:
+            return None, work
+        return next((f for f in self._in_flight if not f.is_away), None), None
 
-    def _run(self, step: Work) -> None:
-        if isinstance(step, Replay):
-            self._replay(step.request)
-        elif not isinstance(step, Decode):
-            self._prefill(step)
-        elif not self._issue(step) and self._in_flight:
-            self._land(self._in_flight[0])
+    def _next(self, requests: Sequence[Request], *, rounds_only: bool = False) -> Work | None:
+        in_prefill = self._prefill_forward is not None
+        return self.scheduler.plan(
+            requests, self._in_flight, in_prefill=in_prefill, rounds_only=rounds_only
+        )
+
+    def _issue(self, work: Work) -> tuple[list[StepOutcome], Flight | None]:
+        """Does a piece of work. Returns what it gave at once, and the round that must be read
+        before it."""
+        if isinstance(work, Replay):
+            return self._replay(work.request), None
+        if not isinstance(work, Decode):
+            return self._prefill(work), None
+        is_issued = self._issue_round(work)
+        return [], None if is_issued or not self._in_flight else self._in_flight[0]
 
     @property
     def _running(self) -> int:
@@ -110,13 +122,11 @@ class Engine:
         return next(drafting, None)
 
     def _admit(self) -> None:
-        if not any(request.phase == "waiting" for request in self._requests):
-            return
-        for request in self.scheduler.admit(self._requests):
-            self._call_guarded(request, self._begin)
-
-    def _end_read(self) -> None:
-        """Ends requests that have no answer, once all stages have read their rows."""
+        """Begins waiting requests. Ends those without an answer, once all stages have read their
+        rows."""
+        if any(request.phase == "waiting" for request in self._requests):
+            for request in self.scheduler.admit(self._requests):
+                self._call_guarded(request, self._begin)
         for request in [request for request in self._requests if request.is_read]:
             if not any(request in flight.requests for flight in self._in_flight):
                 self._end(request)
@@ -125,9 +135,9 @@ class Engine:
         if (flight := self.executor.begin(request)) is not None:
             self._in_flight.append(flight)  # it begins when the other stages have answered
             return
-        self._deliver(request, Prefilled(request.rows, len(request.prompt)))
+        self._deliver_step(request, Prefilled(request.rows, len(request.prompt)))
 
-    def _issue(self, step: Decode) -> bool:
+    def _issue_round(self, step: Decode) -> bool:
         """Issues a round. Returns False if a round in flight must be read first."""
         with self._ending_on_fault(step.requests):
             flight = self.executor.issue(step, self._running)
@@ -136,10 +146,11 @@ class Engine:
             self._in_flight.append(flight)
         return True
 
-    def _land(self, flight: Flight) -> None:
-        """Reads work in flight and delivers its results.
+    def _land(self, flight: Flight) -> list[StepOutcome]:
+        """Reads work in flight.
 
-        If the device computes asynchronously, the next round is issued before they are delivered.
+        If the device computes asynchronously, the next round is issued before results are
+        delivered.
         """
         self._in_flight.remove(flight)
         outcomes = list[StepOutcome]()
@@ -149,61 +160,56 @@ class Engine:
             if outcome.reason is not None or outcome.fault is not None:
                 outcome.request.phase = "finished"
         if self.executor.overlaps:
-            self._issue_next()
+            live = [request for request in self._requests if request.phase != "finished"]
+            if isinstance(step := self._next(live, rounds_only=True), Decode):
+                _ = self._issue_round(step)
         self._rounds += 1
         if self._rounds % CLEAR_EVERY == 0:
             mx.clear_cache()
-        self._deliver_all(outcomes)
+        return outcomes
 
-    def _issue_next(self) -> None:
-        """Issues the next round, if one may follow those in flight."""
-        live = [request for request in self._requests if request.phase != "finished"]
-        in_prefill = self._prefill_forward is not None
-        step = self.scheduler.follow(live, self._in_flight, in_prefill=in_prefill)
-        if step is not None:
-            _ = self._issue(step)
-
-    def _prefill(self, step: Prefill | ContinuePrefill) -> None:
-        """Computes a part of a forward over prompts; after the last part, delivers its results."""
+    def _prefill(self, step: Prefill | ContinuePrefill) -> list[StepOutcome]:
+        """Computes a part of a forward over prompts. Returns its results after the last part."""
         if isinstance(step, Prefill):
             with self._ending_on_fault(step.requests):
                 self._prefill_forward = self.executor.prefill(step)
         forward, self._prefill_forward = self._prefill_forward, None
         if forward is None:
-            return  # it could not begin
+            return []  # it could not begin
         outcomes, remote_work = list[StepOutcome](), None
         with self._ending_on_fault(forward.requests):
             if not forward.advance():
                 self._prefill_forward = forward
-                return
+                return []
             outcomes, remote_work = self.executor.end_prefill(forward, self._running)
         if remote_work is not None:
             self._in_flight.append(remote_work)
         for request in forward.requests:
             self._call_guarded(request, self.executor.keep_prefix)
-            self._deliver(request, Prefilled(request.rows, len(request.prompt)))
-        self._deliver_all(outcomes)
+        read = [StepOutcome(r, Prefilled(r.rows, len(r.prompt))) for r in forward.requests]
+        return read + outcomes
 
-    def _replay(self, request: Request) -> None:
+    def _replay(self, request: Request) -> list[StepOutcome]:
         reason, remote_work = None, None
         with self._ending_on_fault([request]):
             reason, remote_work = self.executor.replay(request)
         if remote_work is not None:
             self._in_flight.append(remote_work)
-        self._deliver(request, Rebuilt(request.replay.rebuilt, len(request.replay.log)))
-        if reason is not None:  # the log holds all of the answer
-            self._end(request, reason)
-        elif remote_work is None and request.phase == "replay" and request.replay.is_done:
+        elif reason is None and request.phase == "replay" and request.replay.is_done:
             request.phase = "decode"
+        # If the log holds all of the answer, there is a reason why it ends.
+        return [
+            StepOutcome(request, Rebuilt(request.replay.rebuilt, len(request.replay.log)), reason)
+        ]
 
-    def _deliver_all(self, outcomes: Sequence[StepOutcome]) -> None:
+    def _deliver(self, outcomes: Sequence[StepOutcome]) -> None:
         for request, step, reason, fault, _ in outcomes:
             if request not in self._requests:
                 continue
             if isinstance(step, Round):
                 self._grow(request, len(step.tokens))
             if step is not None:
-                self._deliver(request, step)
+                self._deliver_step(request, step)
             if fault is not None or reason is not None:
                 self._end(request, fault if fault is not None else reason)
 
@@ -213,7 +219,7 @@ class Engine:
         if after == 1 or after // MAKE_ROOM_EVERY > before // MAKE_ROOM_EVERY:
             self._call_guarded(request, self.executor.make_room)
 
-    def _deliver(self, request: Request, step: Step) -> None:
+    def _deliver_step(self, request: Request, step: Step) -> None:
         request.events_delivered += 1
         self._call_guarded(request, lambda request: request.deliver(step))
 

@@ -4,28 +4,21 @@ In a pipeline there are as many groups of decoding requests as stages, each with
 flight, which keeps all stages busy; a forward for a group costs a stage less than one for each of
 its requests. Chunks of prompts are in flight only as far as they keep all stages busy: more would
 queue at a stage, in front of the chunks of later prompts.
-
-A piece of prefill is a part of one forward over prompts. After each piece every decoding request
-has a round, and all of them together as much time as the piece took. So during prefill decoding
-keeps at least half of its speed, however long a forward takes and however many prompts wait.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ...mtp.caches.batch_slots import padding_of
-from ..pipeline.frames import MAX_TOGETHER
+from .fairness import Fairness
 from .flight import Flight
+from .grouping import Grouping
 from .request import Request
 
 GROWTH: Final = 512
 """Rows of an answer that are reserved at admission; few grow longer, and none is stopped."""
 ALONE_DEPTH: Final = 2
 """Rounds of one request in flight at most: a graph is built while another one is computed."""
-MAX_PADDING: Final = 2.0
-"""Each request of a batch has room for the rows of the longest: the batch has at most this multiple
-of the rows that its requests need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +71,8 @@ class Scheduler:
         self._chunk = chunk
         self._depth = depth
         self._stages = stages
-        self._turn = 0
-        """Grows with each piece of work; see `Request.turn`."""
-        self._prefill_turn = 0
-        """The turn of the last piece of prefill: a decoding request is due if its own is older."""
-        self._owed_s = 0.0
-        """Seconds of prefill that decoding has not had since."""
-        self._groups = 0
-        """Number of the last group."""
+        self._fairness = Fairness()
+        self._grouping = Grouping(stages)
 
     def admit(self, requests: Sequence[Request]) -> list[Request]:
         """The waiting requests that may begin now, in order of arrival, background last.
@@ -112,51 +99,46 @@ class Scheduler:
         return admitted
 
     def plan(
-        self, requests: Sequence[Request], in_flight: Sequence[Flight], *, in_prefill: bool
+        self,
+        requests: Sequence[Request],
+        in_flight: Sequence[Flight],
+        *,
+        in_prefill: bool,
+        rounds_only: bool = False,
     ) -> Step | None:
         """The next piece of work; None: nothing until a piece in flight is read.
 
-        `in_prefill`: whether a forward over prompts has begun on this stage.
+        `in_prefill`: whether a forward over prompts has begun on this stage. `rounds_only`: the
+        next round, or None if it is a prompt's turn.
         """
         decoders, prefills = self._by_phase(requests, in_flight)
+        idle, reads_prompts = _idle(decoders, in_flight), in_prefill or bool(prefills)
         on_device = any(not flight.is_away for flight in in_flight)
-        if not on_device and not _idle(decoders, in_flight):
-            self._owed_s = 0.0  # no request waits for this thread
-        step = self.follow(requests, in_flight, in_prefill=in_prefill)
+        if not (rounds_only or on_device or idle):
+            self._fairness.forgive()
+        if (not reads_prompts or self._fairness.is_due(idle)) and (
+            group := self._ready_group(decoders, in_flight)
+        ):
+            self._fairness.take_turn(group)
+            return Decode(group)
         # Tokens on this device are delivered first: prefill occupies the thread for long.
-        if step is None and (in_prefill or prefills) and not on_device:
+        if reads_prompts and not on_device and not rounds_only:
             return self._prefill(prefills, in_prefill=in_prefill)
-        return step
-
-    def follow(
-        self, requests: Sequence[Request], in_flight: Sequence[Flight], *, in_prefill: bool
-    ) -> Decode | None:
-        """The next round; None if no request may have one, or if it is a prompt's turn."""
-        decoders, prefills = self._by_phase(requests, in_flight)
-        idle = _idle(decoders, in_flight)
-        is_due = self._owed_s > 0 or any(r.turn < self._prefill_turn for r in idle)
-        if (in_prefill or prefills) and not is_due:
-            return None
-        return self._round(decoders, in_flight)
+        return None
 
     def charge(self, seconds: float, *, for_prefill: bool) -> None:
         """Accounts for time of the compute thread, spent on prefill or on decoding."""
-        if for_prefill:
-            self._owed_s += seconds
-        else:
-            self._owed_s = max(0.0, self._owed_s - seconds)
+        self._fairness.charge(seconds, for_prefill=for_prefill)
 
     def _prefill(self, prefills: Sequence[Request], *, in_prefill: bool) -> Step:
-        self._turn += 1
-        self._prefill_turn = self._turn
         if in_prefill:
+            self._fairness.take_turn((), for_prefill=True)
             return ContinuePrefill()
         first, *rest = sorted(prefills, key=lambda r: (r.background, r.turn))
         group = [first]
         if first.phase == "prefill" and _shares_prefill(first):
             self._gather(group, rest)
-        for request in group:
-            request.turn = self._turn
+        self._fairness.take_turn(group, for_prefill=True)
         if first.phase == "replay":
             return Replay(first)
         return Prefill(tuple(group), tuple(request.next_end for request in group))
@@ -176,66 +158,19 @@ class Scheduler:
                 group.append(other)
                 width = wider
 
-    def _round(self, decoders: Sequence[Request], in_flight: Sequence[Flight]) -> Decode | None:
-        """A round of the group that has waited longest among those that may have one now."""
-        groups = self._grouped(decoders)
+    def _ready_group(
+        self, decoders: Sequence[Request], in_flight: Sequence[Flight]
+    ) -> tuple[Request, ...]:
+        """The group that has waited longest among those that may have a round now; empty: none."""
+        groups = self._grouping.of(decoders)
         for group in sorted(groups, key=lambda group: min(request.turn for request in group)):
-            members = tuple(group)
-            member_set = set(members)
-            related = [f for f in in_flight if not member_set.isdisjoint(f.requests)]
-            is_ready = all(set(f.requests) == member_set and f.may_be_followed for f in related)
-            depth = self._depth if len(members) > 1 else ALONE_DEPTH
+            members = set(group)
+            related = [f for f in in_flight if not members.isdisjoint(f.requests)]
+            is_ready = all(set(f.requests) == members and f.may_be_followed for f in related)
+            depth = self._depth if len(group) > 1 else ALONE_DEPTH
             if is_ready and (self._stages > 1 or len(in_flight) < depth):
-                self._turn += 1
-                for request in members:
-                    request.turn = self._turn
-                return Decode(members)
-        return None
-
-    def _grouped(self, decoders: Sequence[Request]) -> list[list[Request]]:
-        """The groups of requests that share forwards.
-
-        A new request joins the largest group that needs little padding, or in a pipeline the
-        smallest. If there are more groups than stages, groups that fit are merged.
-        """
-        # A round that is repeated belongs to the state that it began with.
-        single = [[r] for r in decoders if r.batching_reason or r.checks_target]
-        sharing = [r for r in decoders if not (r.batching_reason or r.checks_target)]
-        most = len(sharing)
-        if self._stages > 1:
-            most = min(MAX_TOGETHER, -(-most // self._stages))
-        merged = list[list[Request]]()
-        for group in self._numbered(sharing, most):
-            hosts = sorted(merged, key=len) if self._stages > 1 else merged
-            hosts = hosts if len(merged) >= self._stages else []
-            fits = (each for each in hosts if len(each) + len(group) <= most and _fit(each, group))
-            if (host := next(fits, None)) is None:
-                merged.append(group)
-            else:
-                host.extend(group)
-        for group in merged:
-            number = min(request.group for request in group if request.group is not None)
-            for request in group:
-                request.group = number
-        return [*single, *merged]
-
-    def _numbered(self, sharing: Sequence[Request], most: int) -> list[list[Request]]:
-        """The present groups, the largest first, of at most `most` requests each.
-
-        A request without a group, or beyond that size, becomes a group of its own.
-        """
-        groups: dict[int, list[Request]] = {}
-        others = list[Request]()
-        for request in sharing:
-            if request.group is None or len(groups.get(request.group, ())) >= most:
-                others.append(request)
-            else:
-                groups.setdefault(request.group, []).append(request)
-        for request in others:
-            self._groups += 1
-            request.group = self._groups
-            groups[self._groups] = [request]
-        return [group for _, group in sorted(groups.items(), key=lambda it: (-len(it[1]), it[0]))]
+                return tuple(group)
+        return ()
 
     def _by_phase(
         self, requests: Sequence[Request], in_flight: Sequence[Flight]
@@ -269,7 +204,3 @@ def _idle(decoders: Sequence[Request], in_flight: Sequence[Flight]) -> list[Requ
 
 def _shares_prefill(request: Request) -> bool:
     return request.batches_prompt and not request.batching_reason
-
-
-def _fit(some: Sequence[Request], others: Sequence[Request]) -> bool:
-    return padding_of([request.position for request in (*some, *others)]) <= MAX_PADDING
