@@ -35,7 +35,7 @@ from exo_node.mtp.caches.batch_caches import left_aligned
 from exo_node.mtp.caches.positions import Positions
 from exo_node.mtp.caches.rollback import cache_arrays, with_tapes
 from exo_node.mtp.probe import Subject
-from exo_node.shard.engine.executor import COUNTS_ON_DEVICE
+from exo_node.shard.engine.round_forms import COUNTS_ON_DEVICE
 from exo_node.shard.kernels.kernel_choice import Mode
 
 _CHUNK = 64

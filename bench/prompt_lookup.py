@@ -30,6 +30,8 @@ from dataclasses import dataclass, replace
 from itertools import count, cycle, zip_longest
 from pathlib import Path
 
+from forced_copies import FixedLength, force
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from exo_node.shard.model import loader_import  # before MLX, so that products of our own may be
@@ -38,7 +40,6 @@ from exo_node.shard.model import loader_import  # before MLX, so that products o
 from engines import DEMO
 from engines import spec as stage_spec
 
-from exo_node.mtp.drafting.lookup_length import FixedLength
 from exo_node.mtp.types import Penalties, Round, Sampling
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.events import AnswerEnd, Delta
@@ -206,7 +207,7 @@ def variants(loaded: Loaded, model: str) -> Iterator[tuple[str, TextEngine, int,
     """(name, engine, K, whether K is adaptive) of each way to draft."""
     for length in (3, 7, 15):
         engine = open_engine(loaded, model, prefixes=True)
-        engine.lookup.force(FixedLength(length))
+        force(engine.lookup, FixedLength(length))
         for k, adaptive in ((0, False), (2, False), (MAX_K, True)):
             yield f"length {length}, K {k}{' adaptive' * adaptive}", engine, k, adaptive
     engine = open_engine(loaded, model, prefixes=True)

@@ -85,30 +85,6 @@ class LengthPolicy(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class FixedLength:
-    """Always the same number of tokens, where the last ones occurred before."""
-
-    longest: int
-
-    def choose(self, match_length: int, limit: int, position: int, *, resumed: Resumed = 0) -> int:
-        del match_length, position, resumed
-        return self.longest if limit >= self.longest else 0
-
-    def reached(self, match_length: int, count: int, *, resumed: Resumed = 0) -> list[float]:
-        del match_length, resumed
-        return [1.0] * min(count, self.longest)
-
-    def observe(self, match_length: int, *, is_right: bool, resumed: Resumed = 0) -> None:
-        del match_length, is_right, resumed
-
-    def learn_copy(self, length: int, position: int, seconds: float) -> None:
-        del length, position, seconds
-
-    def learn_other(self, drafted: int, tokens: int, position: int, seconds: float) -> None:
-        del drafted, tokens, position, seconds
-
-
-@dataclass(frozen=True, slots=True)
 class CopyCosts:
     """The costs of rounds that copy, on one machine; shared by the answers of a model."""
 

@@ -27,6 +27,7 @@ prompt_scores.py: log-probabilities of a prompt's tokens
 public_faults.py: the errors that readers get
 request.py: a request: its parameters and its progress
 request_limits.py: the limits of a request to a model
+round_forms.py: how rounds are computed: rows of a forward, and early issue
 round_plan.py: the drafts of a batch's next round, and whose they are
 scheduler.py: decides which requests run next
 stage.py: a stage behind the first one: blocks, requests, leases

@@ -1,11 +1,10 @@
 """Runs an engine's steps on this machine's device: prompts, logs and rounds."""
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, Final, Literal, Protocol, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
 
 import mlx.core as mx
 
-from ...mtp.caches.rollback import can_roll_back
 from ...mtp.drafting.batch_lookup import BatchPolicy
 from ...mtp.drafting.depth import AdaptiveDepth
 from ...mtp.finite import NO_TOKEN, NotFinite
@@ -22,8 +21,8 @@ from .prefill_forward import PrefillForward
 from .prefixes.store import PrefixStore
 from .prompt_scores import scored
 from .request import Embedding, Request
+from .round_forms import RoundForms
 from .scheduler import Decode, Prefill
-from .states.cache_set import can_count_on_device
 from .states.groups import Groups
 from .states.state import DraftState, State
 from .step_outcome import StepOutcome, count_replayed, count_round, verdict_of
@@ -31,31 +30,6 @@ from .step_times import SHORT_ROWS, StepTimes
 
 REPORT_EVERY: Final = 16
 """Rounds of a log that are rebuilt in one step, between steps of other requests."""
-COUNTS_ON_DEVICE: Final = frozenset({"traced_layer", "row_attention"})
-"""Kernels that take positions, and states of several rows, from the device: with them rounds whose
-row counts only the device knows are computed as the others are, bit for bit."""
-Lookahead: TypeAlias = Literal["none", "plain", "drafted"]
-"""The rounds that are issued before the earlier ones are read: none; those without drafts; or also
-those with drafts, whose row counts only the device knows."""
-
-
-def computes_asynchronously() -> bool:
-    """Whether the device computes while Python continues. Not on a CPU, where MLX returns from
-    `async_eval` only before the last ten operations.
-    """
-    return mx.default_device() != mx.Device(mx.cpu)
-
-
-def lookahead_of(kernels: Collection[str], runs_ahead: bool | None, *, drafts: bool) -> Lookahead:
-    """The rounds to issue early. `drafts`: whether those with drafts may be among them.
-
-    `runs_ahead` None: if the device computes asynchronously, and rounds with drafts if `kernels`,
-    those in use, make that exact.
-    """
-    if not (computes_asynchronously() if runs_ahead is None else runs_ahead):
-        return "none"
-    exact = runs_ahead is not None or set(kernels) >= COUNTS_ON_DEVICE
-    return "drafted" if exact and drafts else "plain"
 
 
 class Executor(Protocol):
@@ -132,21 +106,18 @@ class LocalExecutor:
         clock: Callable[[], float],
         *,
         prefixes: PrefixStore | None = None,
-        fixed_rows: int = 0,
-        lookahead: Lookahead = "none",
+        policy: BatchPolicy | None = None,
+        forms: RoundForms | None = None,
     ) -> None:
-        """`fixed_rows`: strict mode's rows of a forward, or 0."""
+        """`policy`: chooses the rounds of several requests."""
         self._target = target
         self._make_caches = make_caches
         self._draft_model = draft_model
         self._clock = clock
         self._prefixes = prefixes or PrefixStore(0, make_caches)
-        caches = make_caches()
-        # Padding rows are removed by a rollback.
-        self.fixed_rows = fixed_rows if can_roll_back(caches) else 0
-        self.counts_on_device = lookahead == "drafted" and can_count_on_device(caches)
-        self.overlaps = lookahead != "none"
-        self.policy = BatchPolicy()
+        self.forms = forms or RoundForms()
+        self.overlaps = self.forms.overlaps
+        self.policy = policy or BatchPolicy()
         self.step_times = StepTimes()
         self._groups = Groups[Request, Batch](self._new_batch, lambda request: request.is_decoding)
 
@@ -255,7 +226,7 @@ class LocalExecutor:
             return self._replay_first(request), None
         batch = self._groups.of((request,))
         rounds = request.replay.log[request.replay.rebuilt : request.replay.rebuilt + REPORT_EVERY]
-        if request.replay.rows and not self.fixed_rows:
+        if request.replay.rows and not self.forms.fixed_rows:
             self._replay_merged(batch, request, rounds)
         else:
             self._replay_each(batch, request, rounds)
@@ -306,8 +277,8 @@ class LocalExecutor:
             joins,
             self.policy,
             self._clock,
-            fixed_rows=self.fixed_rows,
-            counts_on_device=self.counts_on_device,
+            fixed_rows=self.forms.fixed_rows,
+            counts_on_device=self.forms.counts_on_device,
         )
 
     def _first_token(self, request: Request, logits: mx.array, start: int) -> list[StepOutcome]:

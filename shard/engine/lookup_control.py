@@ -10,7 +10,7 @@ from ...mtp.caches.rollback import fixed_kinds
 from ...mtp.drafting.batch_lookup import BatchPolicy
 from ...mtp.drafting.costs import RoundCosts
 from ...mtp.drafting.lookup_drafts import PromptLookup
-from ...mtp.drafting.lookup_length import AdaptiveLength, CopyCosts, CopyEvidence, LengthPolicy
+from ...mtp.drafting.lookup_length import AdaptiveLength, CopyCosts, CopyEvidence
 from ...mtp.families.taped_gated_delta import keeps_states
 from ...mtp.probe import Subject
 from ..model.model_faults import MODEL_FAULTS, headline
@@ -49,7 +49,6 @@ class LookupControl:
         self.shared_reason = "" if self.off_reason else NOT_MEASURED
         """Why requests copy nothing while they share forwards; empty if they may."""
         self._candidates = STATE_LENGTHS if keeps_states(model) else LENGTHS
-        self._policy: LengthPolicy | None = None
         self._lengths: Sequence[int] = ()
         self._costs = CopyCosts(RoundCosts(), {})
         self._evidence = CopyEvidence()
@@ -100,13 +99,6 @@ class LookupControl:
             self.policy.allow(copies.exact, ratios)
             self.policy.allow_in_place(head)
 
-    def force(self, policy: LengthPolicy) -> None:
-        """Gives all requests that may copy this policy, without measurements: for
-        benches and tests."""
-        self.off_reason, self.shared_reason, self._policy = "", "", policy
-        self.policy.allow([policy.longest], None)
-        self.policy.allow_in_place(policy.longest)
-
     def reason(self, request: EngineRequest, *, shared: bool = False) -> str:
         """Why a request copies nothing; empty if it may. `shared`: in steps that others shared."""
         if not request.lookup:
@@ -116,18 +108,14 @@ class LookupControl:
     @property
     def refusal(self) -> str:
         """Why no request copies; empty if some may."""
-        return self.off_reason or ("" if self._is_ready else NOT_MEASURED)
+        return self.off_reason or ("" if self._lengths else NOT_MEASURED)
 
     def lookup(self, request: EngineRequest) -> PromptLookup | None:
         """The copies of one request; None if it copies nothing."""
         if self.reason(request):
             return None
-        policy = self._policy or AdaptiveLength(self._lengths, self._costs, self._evidence)
+        policy = AdaptiveLength(self._lengths, self._costs, self._evidence)
         return PromptLookup(request.prompt, policy)
-
-    @property
-    def _is_ready(self) -> bool:
-        return self._policy is not None or bool(self._lengths)
 
 
 def _objection(options: EngineOptions, caches: Sequence[object], *, is_whole: bool) -> str:

@@ -13,10 +13,8 @@ from ..model.tensors import DTYPES
 from .draft_profile import DraftProfile
 from .drafter import new_draft
 from .drafting import DraftControl
-from .executor import LocalExecutor
 from .lookup_control import LookupControl
 from .options import EngineOptions
-from .pipeline_executor import PipelineExecutor
 from .probing import (
     batching_refusal,
     probe_batch_identity,
@@ -24,6 +22,9 @@ from .probing import (
     probe_fixed_rows,
     probe_identity,
 )
+from .request import Request
+from .round_forms import RoundForms
+from .stage_rounds import StageRounds
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ class ModelMeasurements:
 
     def __init__(
         self,
-        executor: LocalExecutor | PipelineExecutor,
+        forms: RoundForms | StageRounds[Request],
         target: Target,
         make_caches: Callable[[], list[Any]],
         options: EngineOptions,
@@ -43,14 +44,17 @@ class ModelMeasurements:
         vocabulary: int,
         clock: Callable[[], float],
     ) -> None:
-        """`make_caches`: makes the caches of one request. `profile`: keeps what was measured."""
+        """`forms`: those of the engine's rounds; of a split model, this stage's rounds.
+
+        `make_caches`: makes the caches of one request. `profile`: keeps what was measured.
+        """
         self.identity = "off"
         """The greedy identity of drafts; "off" without a draft head."""
         self.batch_identity = "off"
         """"off" where no requests are decoded together."""
         self.batching_reason = batching_refusal(options, make_caches())
         """Why no requests share forwards; empty where they may."""
-        self._executor = executor
+        self._forms = forms
         self._options = options
         self._drafting = drafting
         self._lookup = lookup
@@ -70,7 +74,7 @@ class ModelMeasurements:
     @property
     def fixed_rows(self) -> int:
         """Rows of each decode forward in strict mode; 0: rows are not padded."""
-        return self._executor.fixed_rows if isinstance(self._executor, LocalExecutor) else 0
+        return self._forms.fixed_rows if isinstance(self._forms, RoundForms) else 0
 
     @property
     def drafts_are_exact(self) -> bool:
@@ -86,10 +90,10 @@ class ModelMeasurements:
         k, vocabulary = self._drafting.max_k, self.subject.vocabulary
         choose_first(vocabulary, k, DTYPES[self._options.dtype])
         if not self.batching_reason:
-            match self._executor:
-                case LocalExecutor() as executor:
-                    self._measure_batch(executor, k)
-                case PipelineExecutor(rounds=rounds):
+            match self._forms:
+                case RoundForms() as forms:
+                    self._measure_batch(forms, k)
+                case StageRounds() as rounds:
                     rounds.probe(0, vocabulary, self._options.context_length)
                     self.batching_reason = rounds.batching_reason
         self._lookup.probe(self.subject, self.profile)
@@ -111,20 +115,20 @@ class ModelMeasurements:
         if rows:
             if reason := probe_fixed_rows(self.subject, rows):
                 self._drafting.turn_off(reason)
-                assert isinstance(self._executor, LocalExecutor)
-                self._executor.fixed_rows = 0
+                assert isinstance(self._forms, RoundForms)
+                self._forms.fixed_rows = 0
                 return
             self.identity = "bitwise"
         else:
             self.identity = probe_identity(self.subject, k, self.profile)
         probe_costs(self.subject, k, rows, self.profile)
 
-    def _measure_batch(self, executor: LocalExecutor, k: int) -> None:
+    def _measure_batch(self, forms: RoundForms, k: int) -> None:
         try:
             self.batch_identity = probe_batch_identity(self.subject, k, self.profile)
         except MODEL_FAULTS as fault:  # only the probe's own state is lost
             self.batching_reason = f"this model cannot be computed in batches ({headline(fault)})"
             log.warning("%s: its requests take turns", self.batching_reason)
-            executor.counts_on_device = False  # by a batch's caches
+            forms.counts_on_device = False  # by a batch's caches
             return
         self.profile.save(at_once=True)

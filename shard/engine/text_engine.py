@@ -30,7 +30,7 @@ from .draft_profile import DraftProfile, DraftProfileKey
 from .drafting import DraftControl
 from .engine import Engine
 from .events import AnswerEnd, EngineEvent
-from .executor import LocalExecutor, lookahead_of
+from .executor import LocalExecutor
 from .lookup_control import LookupControl
 from .model_measurements import ModelMeasurements
 from .options import EngineOptions
@@ -43,6 +43,7 @@ from .prompt_images import PromptImages
 from .public_faults import public_fault
 from .request import DraftProgress, EngineRequest, ReplayProgress, Request
 from .request_limits import RequestLimits
+from .round_forms import RoundForms, lookahead_of
 from .scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -112,13 +113,16 @@ class TextEngine:
         )
         self.prefix_lookup = PrefixLookup(self._prefixes, self._schedule)
         self._answer_reads = AnswerReads(self._schedule, options.context_length)
+        drafts = options.async_draft_eval and not options.fixed_rows
+        lookahead = lookahead_of(self._kernels, runs_ahead, drafts=drafts)
+        forms = RoundForms.of(caches, options.fixed_rows, lookahead)
         self._executor = (
-            self._local_executor(runs_ahead) if link is None else self._pipeline_executor(link)
+            self._local_executor(forms) if link is None else self._pipeline_executor(link)
         )
         self.step_times = self._executor.step_times
         self._engine = Engine(self._executor, self._scheduler(), clock)
         self.measurements = ModelMeasurements(
-            self._executor,
+            forms if isinstance(self._executor, LocalExecutor) else self._executor.rounds,
             self._target,
             stage.make_caches,
             options,
@@ -129,20 +133,16 @@ class TextEngine:
             clock,
         )
 
-    def _local_executor(self, runs_ahead: bool | None) -> LocalExecutor:
-        options = self._options
-        drafts = options.async_draft_eval and not options.fixed_rows
-        executor = LocalExecutor(
+    def _local_executor(self, forms: RoundForms) -> LocalExecutor:
+        return LocalExecutor(
             self._target,
             self._stage.make_caches,
             self.drafting.model(),
             self._clock,
             prefixes=self._prefixes,
-            fixed_rows=options.fixed_rows,
-            lookahead=lookahead_of(self._kernels, runs_ahead, drafts=drafts),
+            policy=self.lookup.policy,
+            forms=forms,
         )
-        executor.policy = self.lookup.policy
-        return executor
 
     def _pipeline_executor(self, link: StageLink) -> PipelineExecutor:
         prefixes, turn_ends = self._prefixes, self._schedule.turn_ends

@@ -15,6 +15,7 @@ from ..engine.drafter import DraftModel
 from ..engine.engine import Engine
 from ..engine.executor import LocalExecutor
 from ..engine.request import DraftProgress, Request
+from ..engine.round_forms import RoundForms
 from ..engine.scheduler import Scheduler
 
 ROWS = 1 << 20
@@ -53,8 +54,7 @@ def bare_engine(
         make_caches,
         draft_model,
         clock,
-        fixed_rows=fixed_rows,
-        lookahead="drafted" if runs_ahead else "none",
+        forms=RoundForms.of(make_caches(), fixed_rows, "drafted" if runs_ahead else "none"),
     )
     depth = 2 if runs_ahead else 1
     scheduler = Scheduler(ROWS, chunk, depth=depth)

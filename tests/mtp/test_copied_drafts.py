@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from forced_copies import FixedLength
 from tables import PROMPT, EndAt, Logits, Told, random_table, tell
 from test_distribution import (
     DRAFTS,
@@ -23,7 +24,6 @@ from test_distribution import (
 )
 
 from exo_node.mtp.drafting.lookup_drafts import PromptLookup
-from exo_node.mtp.drafting.lookup_length import FixedLength
 from exo_node.mtp.types import Penalties, Sampling
 
 LENGTHS = (1, 4)

@@ -13,13 +13,13 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 import pytest
+from forced_copies import FixedLength
 from tables import PROMPT, Logits, tell
 
 from exo_node.mtp import sampler as chooser
 from exo_node.mtp import sampling
 from exo_node.mtp.accept import Rule, VerifyResult, accept_by_ratio
 from exo_node.mtp.drafting.lookup_drafts import PromptLookup
-from exo_node.mtp.drafting.lookup_length import FixedLength
 from exo_node.mtp.sampling import ACCEPT, RESIDUAL, Distribution, Noise
 from exo_node.mtp.types import Sampling
 

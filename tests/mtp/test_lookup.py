@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 from budget import seeds
+from forced_copies import FixedLength
 
 from exo_node.mtp.drafting import lookup_drafts
 from exo_node.mtp.drafting.lookup import (
@@ -19,7 +20,6 @@ from exo_node.mtp.drafting.lookup import (
     SuffixIndex,
 )
 from exo_node.mtp.drafting.lookup_drafts import READ_AT_ONCE, PromptLookup
-from exo_node.mtp.drafting.lookup_length import FixedLength
 
 
 def index_of(ids: Sequence[int]) -> SuffixIndex:

@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from forced_copies import FixedLength
 
 from exo_node.mtp.drafting.costs import ENOUGH, RoundCosts
 from exo_node.mtp.drafting.lookup import Resumed
@@ -15,7 +16,6 @@ from exo_node.mtp.drafting.lookup_length import (
     AdaptiveLength,
     CopyCosts,
     CopyEvidence,
-    FixedLength,
 )
 
 # In plain steps: the demo model on a CPU, with the product's own products of matrices and MLX's.

@@ -13,7 +13,7 @@ from ....mtp.seams import ForwardOutput, Want, as_row
 from ....mtp.targets import FamilyTarget, Target, WholeTarget
 from ....mtp.types import Round, Sampling
 from ...engine.drafter import DraftModel
-from ...engine.executor import COUNTS_ON_DEVICE
+from ...engine.round_forms import COUNTS_ON_DEVICE
 from ...kernels.install import used
 from ...model.load import Loaded
 from ..bare_engine import bare_engine, bare_request, rounds_of

@@ -12,6 +12,7 @@ from typing import Any, cast
 import mlx.core as mx
 import pytest
 from engines import answer, request
+from forced_copies import FixedLength, force
 from pictures import (
     GEMMA,
     MISTRAL,
@@ -29,7 +30,6 @@ from stored_prefixes import settle
 
 from exo_node.mtp.caches.batch_caches import can_batch
 from exo_node.mtp.caches.rollback import can_roll_back
-from exo_node.mtp.drafting.lookup_length import FixedLength
 from exo_node.mtp.schedule import prefill_ends
 from exo_node.mtp.targets import WholeTarget
 from exo_node.shard.engine.prefill_forward import PrefillForward
@@ -175,7 +175,7 @@ def test_copied_drafts_change_no_answer(folder: Path, number: int) -> None:
     engine = picture_engine(folder, prompt_lookup=True)
     rolls_back = can_roll_back(loaded(folder).model.make_caches())
     if rolls_back:
-        engine.lookup.force(FixedLength(3))
+        force(engine.lookup, FixedLength(3))
     got = answer(engine, picture_request(it, folder=folder, lookup=True))
     require_right(got, it)
     assert rolls_back or got.stats.lookup_reason

@@ -15,6 +15,7 @@ import pytest
 from budget import seeds
 from clocks import Clock
 from engines import Answer, answer, engine_of, load_quietly, request
+from forced_copies import FixedLength, force
 from plain_gated_delta import give_kernels
 from readers import GREEDY, Reader, both_ways, engine, prompt, together
 from shims import perturb
@@ -22,7 +23,6 @@ from small import LAYERS, small_engine, small_spec
 
 from exo_node.mtp.drafting.depth import AdaptiveDepth
 from exo_node.mtp.drafting.lookup import NO_MATCH, Match, SuffixIndex
-from exo_node.mtp.drafting.lookup_length import FixedLength
 from exo_node.mtp.types import Penalties, Round, Sampling
 from exo_node.shard.engine.batch import Batch
 from exo_node.shard.engine.draft_profile import DraftProfile, DraftProfileKey
@@ -46,7 +46,7 @@ PENALISED = Sampling(penalties=Penalties(repetition=1.1, context_size=30))
 def copying(length: int = 7, **changes: Any) -> TextEngine:
     """An engine that copies up to `length` tokens wherever the last ones occurred before."""
     served = engine(clock=Clock(step=0.001), **changes)
-    served.lookup.force(FixedLength(length))
+    force(served.lookup, FixedLength(length))
     return served
 
 
@@ -281,7 +281,7 @@ def test_where_kernels_keep_states(length: int, ahead: bool) -> None:
     """With the CPU twin of the kernel. Beyond its rows no request of a batch could keep fewer than
     another, so longer copies are for requests that are alone."""
     served = kernel_engine(runs_ahead=ahead)
-    served.lookup.force(FixedLength(length))
+    force(served.lookup, FixedLength(length))
     readers = [
         Reader(repeating(1 + i % 2, i % 3, changed=(9 + 2 * i,), max_tokens=TOKENS + 3 * i))
         for i in range(6)

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 from engines import Answer, answer, request, split_engine
+from forced_copies import FixedLength, force
 from readers import Reader, alone, engine, prompt, together
 from small import small_checkpoint
 
-from exo_node.mtp.drafting.lookup_length import FixedLength
 from exo_node.mtp.types import Penalties, Sampling
 from exo_node.shard.engine.loop_guard import EARLY
 from exo_node.shard.engine.request import EngineRequest
@@ -57,7 +57,7 @@ def test_any_number_of_drafts_gives_the_same_ids(sampling: Sampling, k: int) -> 
 @pytest.mark.parametrize("k", [0, 2])
 def test_copied_drafts_give_the_same_ids(k: int) -> None:
     served = engine()
-    served.lookup.force(FixedLength(7))
+    force(served.lookup, FixedLength(7))
     body = plain(GREEDY).ids
     # What is copied holds ends within it, which none of the answers may take.
     rows = [*PROMPT, *body[:9], END, *body[9:], *PROMPT]

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from clocks import Clock
 from engines import Answer, answer, request
+from forced_copies import FixedLength, force
 from readers import GREEDY, engine, prompt
 from shims import by_rows, perturb
 from small import small_engine
 
-from exo_node.mtp.drafting.lookup_length import FixedLength
 from exo_node.mtp.types import Penalties, Sampling
 from exo_node.shard.engine.draft_profile import DraftProfile, DraftProfileKey
 from exo_node.shard.engine.lookup_control import LENGTHS, NOT_ASKED, STATE_LENGTHS
@@ -32,7 +32,7 @@ PENALISED = Sampling(penalties=Penalties(repetition=1.1, context_size=30))
 def copying(length: int = 7, **changes: Any) -> TextEngine:
     """An engine that copies `length` tokens wherever the last ones occurred before."""
     served = engine(**changes)
-    served.lookup.force(FixedLength(length))
+    force(served.lookup, FixedLength(length))
     return served
 
 
@@ -80,7 +80,7 @@ def test_stats_tell_copies_from_the_heads_drafts() -> None:
 
 def test_without_a_head_copies_are_the_only_drafts() -> None:
     headless = small_engine(native_mtp=False)
-    headless.lookup.force(FixedLength(7))
+    force(headless.lookup, FixedLength(7))
     plain = answer(headless, asked(lookup=False))
     result = answer(headless, asked(repeats=plain.ids))
     assert copied(result) > 0

@@ -26,12 +26,12 @@ from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Drafts
 from exo_node.mtp.targets import FamilyTarget
 from exo_node.mtp.types import FinishReason, Penalties, Round, Sampling
-from exo_node.shard.engine import executor
+from exo_node.shard.engine import round_forms
 from exo_node.shard.engine.batch import DEVICE_POSITIONS
 from exo_node.shard.engine.drafter import DraftModel
 from exo_node.shard.engine.engine import Engine
-from exo_node.shard.engine.executor import COUNTS_ON_DEVICE
 from exo_node.shard.engine.request import MAX_UNREAD_EVENTS, DraftProgress, Request
+from exo_node.shard.engine.round_forms import COUNTS_ON_DEVICE
 from exo_node.shard.engine.states.state import State
 from exo_node.shard.kernels.trial import KernelChoice
 from exo_node.shard.tools.bare_engine import bare_engine, bare_request
@@ -262,8 +262,8 @@ def test_the_device_counts_rows_where_kernels_compute_the_same_so(
 ) -> None:
     stage_spec = spec(native_mtp=True)
     loaded = load_quietly(stage_spec)
-    monkeypatch.setattr(executor, "computes_asynchronously", lambda: True)
+    monkeypatch.setattr(round_forms, "computes_asynchronously", lambda: True)
     ours = tuple(KernelChoice(kernel, "a shape", 16, True, "") for kernel in COUNTS_ON_DEVICE)
     engines = [engine_of(replace(loaded, kernels=k), stage_spec) for k in ((), ours)]
     executors: list[Any] = [each._engine.executor for each in engines]
-    assert [each.counts_on_device for each in executors] == [False, True]
+    assert [each.forms.counts_on_device for each in executors] == [False, True]

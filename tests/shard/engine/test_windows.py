@@ -13,13 +13,13 @@ import mlx.core as mx
 import pytest
 from clocks import Clock
 from engines import answer, request
+from forced_copies import FixedLength, force
 from models import DEMO
 from readers import Reader, together
 from zoo import VOCABULARY, tiny_config
 from zoo_runs import small
 
 from exo_node.mtp.caches.window import WindowCache
-from exo_node.mtp.drafting.lookup_length import FixedLength
 from exo_node.mtp.types import Penalties, Sampling
 from exo_node.placement.config import hidden_size
 from exo_node.shard.engine.options import EngineOptions
@@ -71,7 +71,7 @@ def copying(kind: str, **changes: Any) -> TextEngine:
         loaded, EngineOptions("float32", 4096, 64, **changes), clock=Clock(step=0.001)
     )
     served.measurements.batch_identity = "bitwise"  # prompts are read together, too
-    served.lookup.force(FixedLength(7))
+    force(served.lookup, FixedLength(7))
     return served
 
 
