@@ -228,7 +228,7 @@ def _ratios(pairs: Sequence[dict[str, KindRun]]) -> str:
 
 def _run(compute: ComputeThread, engine: TextEngine, requests: Sequence[EngineRequest]) -> KindRun:
     # Neither kind must find prefixes of the other.
-    compute.submit(engine._prefixes.memory.clear).result()  # pyright: ignore[reportPrivateUsage]
+    compute.submit(engine._prefixes.memory.evict).result()  # pyright: ignore[reportPrivateUsage]
     clients, start, cpu = (
         [EngineClient(each) for each in requests],
         time.perf_counter(),

@@ -177,7 +177,7 @@ class TieredEngine:
 
     def forget(self) -> None:
         """Empties the memory tier."""
-        self.run(self.engine._prefixes.memory.clear)  # pyright: ignore[reportPrivateUsage]
+        self.run(self.engine._prefixes.memory.evict)  # pyright: ignore[reportPrivateUsage]
 
     def drop_pages(self) -> None:
         """Drops the files from the system's page cache."""
@@ -193,7 +193,7 @@ class TieredEngine:
 
     def _disk_bytes(self) -> int:
         assert self.disk is not None
-        return self.disk.bytes
+        return self.disk.size
 
 
 def measure_tiers(options: argparse.Namespace) -> TierReport:

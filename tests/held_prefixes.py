@@ -43,7 +43,7 @@ def counted(cache: PrefixCache) -> int:
     """Bytes of kept prefixes; asserts that the tree is in order."""
     arrays = [array for node in nodes(cache) for array in _arrays(node)]
     num_bytes = sum(array.nbytes for array in arrays)
-    assert num_bytes == cache.bytes
+    assert num_bytes == cache.size
     return num_bytes
 
 

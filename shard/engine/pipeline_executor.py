@@ -179,7 +179,7 @@ class PipelineExecutor:
         following = len(request.prompt) - request.rows
         state, prefill_log = self._states[request], self._prefill_logs[request]
         self._prefixes.keep_read(prefill_log, state, self.bytes, following, request.cache_salt)
-        self._prefixes.memory.shrink(self.bytes)
+        self._prefixes.memory.evict(self.bytes)
 
     def make_room(self, request: Request) -> None:
         """Shrinks the prefix cache as the next rows of an answer require."""
@@ -270,7 +270,7 @@ class PipelineExecutor:
 
     def _begin_behind(self, request: Request, prefix_rows: Sequence[int]) -> StepOutcome:
         """Begins behind the longest prefix that all stages have cached, if it has room here."""
-        self._prefixes.memory.shrink(self.bytes)
+        self._prefixes.memory.evict(self.bytes)
         common = max(prefix_rows, default=0)
         state = self._prefixes.restore(request.path, common, self.bytes)
         if state is not None:

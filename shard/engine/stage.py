@@ -242,7 +242,7 @@ class StageWorker:
     def _shrink_prefixes(self) -> None:
         """Shrinks the prefix cache to the room that live requests leave."""
         if self._prefixes.bytes:
-            self._prefixes.memory.shrink(self.cache_bytes())
+            self._prefixes.memory.evict(self.cache_bytes())
 
     def cached_ends(
         self, key: Key, tokens: Sequence[int], schedule: Sequence[int], ends: Sequence[int]
@@ -261,7 +261,7 @@ class StageWorker:
     def _begin_behind(self, request: StageRequest, rows: int) -> None:
         """Restores the state behind `rows` rows of the queried prefix. Raises StateLost."""
         live = self.cache_bytes()
-        self._prefixes.memory.shrink(live)
+        self._prefixes.memory.evict(live)
         state = self._prefixes.restore(request.queried_prefix, rows, live)
         if state is None:
             raise StateLost(

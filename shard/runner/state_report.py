@@ -117,7 +117,7 @@ class StateReport:
             peak_memory_bytes=mx.get_peak_memory(),
             active_memory_bytes=mx.get_active_memory(),
             prefix_cache_bytes=watch.prefix_cache_bytes,
-            prefix_disk_bytes=disk.bytes if disk else 0,
+            prefix_disk_bytes=disk.size if disk else 0,
             prefix_disk_rows=hits["disk"],
             prefix_memory_rows=hits["memory"],
             prefix_peer_rows=hits["peer"],

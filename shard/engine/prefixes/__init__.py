@@ -7,7 +7,9 @@ expected.py: which states another runner may send
 export.py: a cached state as one file, for another replica's runner
 lookup.py: how much of a prompt is cached, without a wait for the compute thread
 memory.py: the prefixes in memory: a tree of bounded size
+peer.py: the state that another runner sent for one request
 prompt_path.py: the forwards over a prompt, and the names of the states after them
 store.py: finds and keeps prefixes in memory and on disk
+tier.py: the contract of memory, disk and peer
 tree.py: the nodes of that tree
 """

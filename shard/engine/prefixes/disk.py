@@ -53,8 +53,8 @@ class _RequestBegan(Exception):
 
 
 class PrefixDisk:
-    """The files of one stage of one model. All methods but `longest` and `descriptions` run on the
-    compute thread; another thread writes."""
+    """A `Tier`: the files of one stage of one model. All methods but `longest` and `descriptions`
+    run on the compute thread; another thread writes."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class PrefixDisk:
                 self._sizes.clear()
 
     @property
-    def bytes(self) -> int:
+    def size(self) -> int:
         """Bytes of this stage's files, as far as this process knows."""
         return sum(list(self._sizes.values()))
 
@@ -95,8 +95,8 @@ class PrefixDisk:
         """Rows of all prefixes that `find` might return, ascending."""
         return [end for end, _ in self._candidates(path)]
 
-    def find(self, path: PromptPath, beyond: int) -> State | None:
-        """The longest prefix of more than `beyond` rows; see also `PrefixCache.find`."""
+    def find(self, path: PromptPath, beyond: int = 0, live: int = 0) -> State | None:
+        """See `Tier.find`. Files that cannot be used are deleted."""
         for end, name in reversed(self._candidates(path)):
             if end <= beyond:
                 break
@@ -129,7 +129,7 @@ class PrefixDisk:
         """Gives up a write in progress, since a request begins."""
         self._is_idle.clear()
 
-    def add(self, node: PrefixNode) -> None:
+    def put(self, node: PrefixNode) -> None:
         """Marks a cached state to be written later.
 
         It takes the place of earlier states of its prompt, whose rows its own file will have,
@@ -172,8 +172,10 @@ class PrefixDisk:
                 self._turn_off(fault)
         return False
 
-    def clear(self) -> None:
-        """Deletes all files of this stage, because the numbers of a state are not finite."""
+    def evict(self, live: int | None = None) -> None:
+        """Deletes all files of this stage. They need no memory, so not beside `live` bytes."""
+        if live is not None:
+            return
         self.pause()
         self._pending.clear()
         if self._writing is not None:

@@ -28,7 +28,7 @@ STATE_EVERY = 4096
 
 
 class PrefixCache:
-    """A prefix cache of bounded size; `_victim` defines the order of eviction.
+    """A `Tier` of bounded size; `_victim` defines the order of eviction.
 
     All methods but `longest` run on the compute thread.
     """
@@ -44,15 +44,14 @@ class PrefixCache:
         self._ticks = 0
         self._latest: PrefixNode | None = None
         """The node that was used last; its path was used with it."""
-        self.bytes = 0
+        self.size = 0
         self.hits = Counter[CacheTier]()
         """Rows of prompts that requests began behind, by the tier that had them."""
 
-    def find(self, path: PromptPath, live: int = 0) -> State | None:
-        """A copy of the longest cached prefix of a prompt, if the copy has room beside `live` bytes
-        of requests in progress. The last forward is never skipped."""
+    def find(self, path: PromptPath, beyond: int = 0, live: int = 0) -> State | None:
+        """See `Tier.find`: the copy has room in the budget, or a shorter one is given."""
         usable = self._usable(path)
-        while usable:
+        while usable and usable[-1].end > beyond:
             if (state := self._copy_with_room(usable.pop(), path, live)) is not None:
                 return state
         return None
@@ -130,25 +129,25 @@ class PrefixCache:
         )
         return is_in_tree and node.states is not None
 
-    def shrink(self, live: int) -> None:
-        """Evicts until the rest fits beside `live` bytes of requests in progress."""
+    def evict(self, live: int | None = None) -> None:
+        """See `Tier.evict`."""
+        if live is None:
+            self._latest = None
+            self._root.children.clear()
+            self.size = 0
+            return
         while (latest := self._latest) is not None and not self._make_room(latest, live):
             before = [each for each in latest.path[:-1] if each.states is not None]
             self._cut(latest, before[-1] if before else self._root)
         while not self._has_room(live) and (victim := self._victim()) is not None:
             self._evict(victim)
 
-    def clear(self) -> None:
-        self._latest = None
-        self._root.children.clear()
-        self.bytes = 0
-
     @property
     def enabled(self) -> bool:
         return self._budget > 0
 
     def _has_room(self, live: int) -> bool:
-        return self.bytes + live <= self._budget
+        return self.size + live <= self._budget
 
     def _make_room(self, node: PrefixNode, live: int) -> bool:
         """Evicts nodes that `node` does not need until the rest fits beside `live` bytes.
@@ -192,20 +191,20 @@ class PrefixCache:
     def _add(self, node: PrefixNode) -> None:
         assert node.parent is not None
         node.parent.children[node.key] = node
-        self.bytes += node.bytes
+        self.size += node.bytes
 
     def _remove(self, node: PrefixNode) -> None:
         """Removes a node and its descendants."""
         assert node.parent is not None
         del node.parent.children[node.key]
-        self.bytes -= sum(each.bytes for each in (node, *node.below))
+        self.size -= sum(each.bytes for each in (node, *node.below))
 
     @contextmanager
     def _recounting(self, node: PrefixNode) -> Generator[None]:
         """Updates `bytes` after a change of a node."""
         before = node.bytes
         yield
-        self.bytes += node.bytes - before
+        self.size += node.bytes - before
 
     def _walk(self, path: PromptPath) -> Iterator[PrefixNode]:
         node: PrefixNode | None = self._root

@@ -1,6 +1,5 @@
 """The prefix cache of a whole model or of a stage: states behind prompts, in memory and on disk."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,12 +10,10 @@ from ..states.spans import growth_of
 from ..states.state import State
 from .borders import PrefillLog
 from .disk import PrefixDisk
-from .encoding import CONTENT_FAULTS, read_state
 from .memory import PrefixCache
+from .peer import PeerPrefix
 from .prompt_path import PromptPath, Salt
 from .tree import PrefixNode
-
-log = logging.getLogger(__name__)
 
 GROWTH_ROWS = 64
 """Tokens of an answer for which the prefix cache makes room at once."""
@@ -50,7 +47,7 @@ class PrefixStore:
     @property
     def bytes(self) -> int:
         """Bytes of the cached states in memory."""
-        return self.memory.bytes
+        return self.memory.size
 
     @property
     def hits(self) -> Mapping[CacheTier, int]:
@@ -76,13 +73,19 @@ class PrefixStore:
         """
         if not self.enabled:
             return None
-        self.memory.shrink(live)
-        state = self._stored(path, live)
-        if received is not None and (state is None or state.rows < received.rows):
-            state = self._received(path, received, live) or state
-        if received is not None:
-            received.free()
-        state = state or self.memory.find(path, live)
+        self.memory.evict(live)
+        peer = None if received is None else PeerPrefix(received, self.memory.make_caches)
+        state, rows = None, self.memory.cached_rows(path)
+        for tier in (self.disk, peer):
+            if tier is not None and (longer := tier.find(path, rows)) is not None:
+                state, rows = longer, longer.rows
+        if state is not None:  # memory gets a copy, if it has room beside the request's own
+            node = self._keep(path, state, live + _bytes_of(state))
+            if state.tier == "peer":
+                self._write_later(node)
+        if peer is not None:
+            peer.evict()
+        state = state or self.memory.find(path, live=live)
         if state is not None:
             self.memory.hits[state.tier] += state.rows * counts
             state.draft = state.draft if path.drafts else None
@@ -117,7 +120,7 @@ class PrefixStore:
         """A copy of the state behind the first `rows` rows of `path`; None if it is not cached or
         has no room."""
         path = path.up_to(rows).continued
-        state = self.memory.find(path, live)
+        state = self.memory.find(path, live=live)
         if (state is None or state.rows != rows) and self.disk is not None:
             state = self.disk.find(path, rows - 1)
         if state is None or state.rows != rows:
@@ -137,7 +140,7 @@ class PrefixStore:
         live += growth_of(state.caches, following)
         path = prefill_log.path(salt)
         self._write_later(self.memory.insert(path, state, prefill_log.first_turn, live))
-        self.memory.shrink(live)
+        self.memory.evict(live)
 
     def make_room(self, caches: Sequence[Any], live: int) -> None:
         """Evicts prefixes that have no room beside `live` bytes and an answer's next rows.
@@ -145,7 +148,7 @@ class PrefixStore:
         `caches`: the answer's own; none if it is in a batch, whose caches have spare room.
         """
         if self.bytes:
-            self.memory.shrink(live + growth_of(caches, GROWTH_ROWS))
+            self.memory.evict(live + growth_of(caches, GROWTH_ROWS))
 
     def save_next(self) -> bool:
         """See `PrefixDisk.save_next`."""
@@ -153,45 +156,19 @@ class PrefixStore:
 
     def clear(self) -> None:
         """Drops all prefixes, because the numbers of one are not finite."""
-        self.memory.clear()
+        self.memory.evict()
         if self.disk is not None:
-            self.disk.clear()
+            self.disk.evict()
 
     def _keep(self, path: PromptPath, state: State, live: int) -> PrefixNode | None:
         node = self.memory.keep(path, state, self._turn_ends, live)
-        self.memory.shrink(live)
+        self.memory.evict(live)
         return node
-
-    def _keep_copy(self, path: PromptPath, state: State, live: int) -> PrefixNode | None:
-        """Puts a copy of a prefix into memory, if it has room beside the request's own."""
-        size = sum(array.nbytes for array in cache_arrays(state.all_caches))
-        return self._keep(path, state, live + size)
 
     def _write_later(self, node: PrefixNode | None) -> None:
         if self.disk is not None and node is not None:
-            self.disk.add(node)
+            self.disk.put(node)
 
-    def _stored(self, path: PromptPath, live: int) -> State | None:
-        """The prefix of a prompt on disk, if it is longer than the one in memory, which gets a
-        copy."""
-        if self.disk is None:
-            return None
-        state = self.disk.find(path, self.memory.cached_rows(path))
-        if state is not None:
-            _ = self._keep_copy(path, state, live)
-        return state
 
-    def _received(self, path: PromptPath, received: ReceivedPrefix, live: int) -> State | None:
-        """The prefix that another runner sent, if it is longer than the one in memory, which gets a
-        copy; None if it cannot be used."""
-        if received.rows <= self.memory.cached_rows(path):
-            return None
-        try:
-            state = read_state([received], self.memory.make_caches, path.ids)
-        except CONTENT_FAULTS as fault:  # the prompt is then read without it
-            why = str(fault) or type(fault).__name__
-            log.warning("a state from another node cannot be used: %s", why)
-            return None
-        state.tier = "peer"
-        self._write_later(self._keep_copy(path, state, live))
-        return state
+def _bytes_of(state: State) -> int:
+    return sum(array.nbytes for array in cache_arrays(state.all_caches))

@@ -245,8 +245,8 @@ def test_hidden_states_on_which_later_rows_stand_do_not_go_before_them(bench: Be
     ids = prompt(5, 500)
     driven(served, [Reader(default(ids)), *crowd(3, 200)])
     cache = cache_of(served)
-    for room in range(cache.bytes, 0, -cache.bytes // 12):
-        cache.shrink(cache._budget - room)  # pyright: ignore[reportPrivateUsage]
+    for room in range(cache.size, 0, -cache.size // 12):
+        cache.evict(cache._budget - room)  # pyright: ignore[reportPrivateUsage]
         _ = counted(cache)
         reader = Reader(request([*ids[:-2], 7, 8], 2, TOKENS, ignore_end=True))
         prefix = prefix_of(served, reader.request)

@@ -105,7 +105,7 @@ def test_one_process_finds_on_disk_and_in_memory(tmp_path: Path) -> None:
     assert [each.cached_tokens for each in stats] == [300, 460, 300]
     assert [each.cached_tier for each in stats] == ["disk", "memory", "memory"]
     assert again.prefix_hits == {"disk": 300, "memory": 760}
-    assert disk.bytes == files(tmp_path)[0].stat().st_size
+    assert disk.size == files(tmp_path)[0].stat().st_size
 
 
 def test_a_drafting_request_reads_all_of_a_prompt_that_plain_ones_left(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_long_prompt_leaves_a_file_every_so_many_rows(
 def test_states_that_were_evicted_before_an_idle_moment_are_not_written(tmp_path: Path) -> None:
     busy = engine(opened(tmp_path))
     _ = answer(busy, request(FIRST, 1, TOKENS))
-    busy._prefixes.memory.clear()  # pyright: ignore[reportPrivateUsage]
+    busy._prefixes.memory.evict()  # pyright: ignore[reportPrivateUsage]
     settle(busy)
     assert files(tmp_path) == []
 
@@ -416,7 +416,7 @@ def test_a_link_in_the_place_of_a_folder_is_left_alone_and_the_log_says_why(
     with caplog.at_level(logging.WARNING):
         disk = opened(tmp_path / "mine")
         assert cached_tokens(disk, FIRST, 1) == 0
-        disk.clear()
+        disk.evict()
     assert {*elsewhere.rglob("*")} == before
     assert f"{target} is a link; put a folder there" in caplog.text
 

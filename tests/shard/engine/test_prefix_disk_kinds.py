@@ -212,7 +212,7 @@ def test_the_arrays_of_a_cache_come_back_bit_for_bit(
         mx.eval(*cache_arrays(caches))  # pyright: ignore[reportUnknownMemberType]
         node = memory.insert(path.up_to(end), State(caches, end), 0)
         assert node is not None
-        writer.add(node)
+        writer.put(node)
         while writer.save_next(memory.holds):
             pass
     assert len(files(tmp_path)) == 2

@@ -64,7 +64,7 @@ def test_the_bytes_are_those_of_the_state() -> None:
     cache = store.memory
     _keep(cache, prompt, drafts=True)
     assert PrefixLookup(store, Schedule(ROWS)).find(prompt, drafts=True) == CachedRows(
-        ROWS, "memory", cache.bytes
+        ROWS, "memory", cache.size
     )
 
 
@@ -78,7 +78,7 @@ def test_a_look_up_is_no_use_of_a_prefix() -> None:
     lookup = PrefixLookup(store, Schedule(ROWS))
     for _ in range(3):
         assert lookup.find(prompts[0], drafts=False).rows
-    cache.shrink((1 << 30) - cache.bytes + 1)
+    cache.evict((1 << 30) - cache.size + 1)
     assert [lookup.find(prompt, drafts=False).rows > 0 for prompt in prompts] == [False, True]
 
 
@@ -102,9 +102,9 @@ def test_look_ups_beside_any_change_of_the_tree_are_right_and_raise_nothing() ->
                 prompt = draw.choice(prompts)
                 _keep(cache, prompt, drafts=draw.random() < 0.5)
                 if draw.random() < 0.5:
-                    cache.shrink((1 << 30) - draw.randrange(cache.bytes + 1))
+                    cache.evict((1 << 30) - draw.randrange(cache.size + 1))
                 if draw.random() < 0.1:
-                    cache.clear()
+                    cache.evict()
                 changes[0] += 1
         except BaseException as fault:
             faults.append(fault)

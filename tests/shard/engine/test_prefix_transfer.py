@@ -75,7 +75,7 @@ def test_a_state_outlives_its_eviction_while_it_is_sent() -> None:
     _ = answer(source, request(FIRST, 2, TOKENS))
     pieces = source.prefix_export(KEY).find(FIRST, drafts=True)
     assert pieces is not None
-    cache_of(source).clear()
+    cache_of(source).evict()
     state = received(target, request(FIRST, 2, TOKENS), b"".join(pieces()))
     got = answer(target, request(FIRST, 2, TOKENS, received=state))
     assert (comparable(got), got.stats.cached_tokens) == (cold(FIRST, 2), 300)

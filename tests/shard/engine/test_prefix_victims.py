@@ -39,7 +39,7 @@ def read(cache: PrefixCache, prompt: list[int]) -> None:
     path = path_of(prompt)
     for end in path.inner.ends:
         _ = cache.keep(path, State(caches_of(end), end), ENDS)
-        cache.shrink(0)
+        cache.evict(0)
 
 
 def cached_rows(cache: PrefixCache, prompt: list[int]) -> int:
@@ -54,9 +54,9 @@ def test_states_within_conversations_go_before_the_end_of_any() -> None:
         read(cache, each)
     state = ROWS * 8 * 4
     within = 2 * 2 * state  # not first turns', nor those of the conversation that was read last
-    cache.shrink(budget - cache.bytes + within)
+    cache.evict(budget - cache.size + within)
     assert [cached_rows(cache, each) for each in talks] == [4 * ROWS] * 3
-    cache.shrink(budget - cache.bytes + 1)
+    cache.evict(budget - cache.size + 1)
     assert [cached_rows(cache, each) for each in talks] == [ROWS, 4 * ROWS, 4 * ROWS]
 
 
@@ -64,10 +64,10 @@ def test_a_conversation_in_progress_outlives_the_first_turns_of_those_before() -
     """A prompt whose own first turn ends with no cached forward: too near to a chunk's end."""
     one = PrefixCache(1 << 20, lambda: caches_of(0))
     read(one, long := [*turn(4 * ROWS + 20, 90), 7])
-    for room in (one.bytes, one.bytes * 3 // 2):
+    for room in (one.size, one.size * 3 // 2):
         cache = PrefixCache(room, lambda: caches_of(0))
         read(cache, [*turn(4 * ROWS, 91), 7])
         assert cached_rows(cache, [*turn(4 * ROWS, 91), 7]) == 4 * ROWS
         read(cache, long)
         assert cached_rows(cache, [*long, *turn(ROWS, 92), 7]) == 4 * ROWS
-        assert cache.bytes <= room
+        assert cache.size <= room

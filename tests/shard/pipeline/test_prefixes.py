@@ -303,7 +303,7 @@ class Trace:
         room = max(
             0, self._rooms[number] - self._draw.randrange(cached_ends(self._warm)[number] + 1)
         )
-        caches_of(self._warm)[number].shrink(room)
+        caches_of(self._warm)[number].evict(room)
 
     def _restart(self) -> None:
         self._warm.replace(self._draw.randrange(3))
