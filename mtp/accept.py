@@ -70,7 +70,7 @@ def accept_by_block(
     """Accepts the longest block of drafts that passes, in which a draft may compensate for others.
 
     Draft by draft the ratios multiply to a weight w_i = min(1, w_{i-1} p/q), and a block of i
-    drafts is accepted with a probability h_i that also depends on the draft behind it. It accepts
+    drafts is accepted with a probability h_i that also depends on the draft after it. It accepts
     at least as many drafts as `accept_by_ratio` in expectation: Sun et al. 2024 (arXiv 2403.10444),
     algorithm 2 and theorems 1 and 2. With one draft it is `accept_by_ratio`.
 

@@ -27,7 +27,7 @@ def batch_identity(
     subject: Subject, k: int, sizes: Sequence[int] = SIZES, *, shares_prompts: bool = False
 ) -> Identity:
     """Compares a batch with the same requests alone: a verify of K + 1 rows, of which each request
-    keeps another number, and a plain step behind it. Logits and caches must be equal.
+    keeps another number, and a plain step after it. Logits and caches must be equal.
 
     One of the requests has the longest context of `probe.CONTEXTS` that fits, others have few rows.
     `sizes`: requests of the batches, ascending. `shares_prompts`: whether prefill in batches is

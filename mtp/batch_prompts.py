@@ -30,7 +30,7 @@ def prefill_together(
     together = left_aligned(caches, places)
     for cache in together:
         if isinstance(cache, BatchTapedCache):
-            # mlx-lm's way to ignore rows behind a request's end; each layer counts them down.
+            # mlx-lm's way to ignore rows after a request's end; each layer counts them down.
             cache.lengths = mx.array(counts, dtype=mx.int32)
     hidden = target.hidden_batch(padded, together)
     places.advance(counts)

@@ -20,7 +20,7 @@ class VerifiedRequest(Protocol):
 
     @property
     def top_logprobs(self) -> int | None:
-        """Alternatives whose log-probabilities are returned with each token's; None: none."""
+        """Alternatives whose log-probabilities are returned with each token's, if any."""
         ...
 
 
@@ -58,7 +58,7 @@ def judge(
     limits: Sequence[int],
     starts: Sequence[int],
 ) -> BatchVerdict:
-    """Judges logits (B, K + 1, V). Request b drafted `limits[b]` of K tokens, behind `starts[b]`
+    """Judges logits (B, K + 1, V). Request b drafted `limits[b]` of K tokens, after `starts[b]`
     rows.
 
     A request's verdict depends on its own logits and drafts alone.

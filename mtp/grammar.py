@@ -2,7 +2,7 @@
 
 Drafts stay exact: a row of a verify is masked by the committed tokens and the drafts before it, as
 in plain decoding. A draft that the grammar does not allow has probability 0, so it is rejected with
-all drafts behind it.
+all drafts after it.
 """
 
 import math
@@ -31,9 +31,9 @@ class GrammarMatcher(Protocol):
         ...
 
     def masks(self, drafts: Sequence[int]) -> list[Mask | None]:
-        """The masks at each of the `drafts` and behind the last one; None: any id is allowed.
+        """The masks at each of the `drafts` and after the last one, or None where any id is.
 
-        Masks behind a draft that is not allowed are arbitrary.
+        Masks after a draft that is not allowed are arbitrary.
         """
         ...
 
@@ -59,7 +59,7 @@ class GrammarMask:
         return masked(logits, self._grammar.masks(ids)[: logits.shape[0]])
 
     def apply_draft(self, logits: mx.array, before: Sequence[mx.array] = ()) -> mx.array:
-        """Masks logits (1, V') of the draft behind those `before` in its round, (1,) each.
+        """Masks logits (1, V') of the draft after those `before` in its round, (1,) each.
 
         Logits are not masked if no id below V' is allowed: any draft is then rejected. Reading the
         drafts waits for them, which saves drafts that the grammar would reject.
@@ -73,7 +73,7 @@ class GrammarMask:
         return masked(logits, [mask])
 
     def allowed_count(self, tokens: Sequence[int]) -> int:
-        """The number of `tokens` in front of the first one that the grammar does not allow, behind
+        """The number of `tokens` in front of the first one that the grammar does not allow, after
         the committed tokens."""
         self._read()
         masks = self._grammar.masks(tokens)

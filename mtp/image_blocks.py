@@ -1,7 +1,7 @@
 """Attention within images, for models whose image rows see all rows of their image.
 
 mlx-lm's text models are causal. In a forward with image rows the decoder layers change the mask
-that they get: a row of an image also sees the rows of the image behind it. Those in front are as
+that they get: a row of an image also sees the rows of the image after it. Those in front are as
 in any mask, so a sliding window stays one. All rows of an image are in one forward.
 """
 

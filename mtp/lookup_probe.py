@@ -16,14 +16,14 @@ from .seams import as_row
 
 @dataclass(frozen=True, slots=True)
 class CopySeconds:
-    """Seconds by number of copied tokens; 0: a plain token, from which nothing is removed."""
+    """Seconds by number of copied tokens. 0 is a plain token: nothing of it is removed."""
 
     verify: dict[int, float]
     rollback: dict[int, float]
 
 
 def measure_copies(subject: Subject, lengths: Sequence[int], repeats: int) -> CopySeconds:
-    """Medians of `repeats` measurements behind a short prompt. The kernels must be compiled.
+    """Medians of `repeats` measurements after a short prompt. The kernels must be compiled.
 
     A rollback removes half of the copied rows, as one that rejects does on average.
     """

@@ -1,7 +1,7 @@
 """Rotary positions of requests with images, for attention layers that know only an offset.
 
 A row's position is its number and the request's `delta`, but for forwards that have rows of images:
-all of their rows have positions in three dimensions. So behind the prompt one integer for each
+all of their rows have positions in three dimensions. So after the prompt one integer for each
 request is all that is left of its images.
 """
 
@@ -30,7 +30,7 @@ class RopePositions:
         self.deltas: Sequence[int] = (0,)
         """One for each request; used if `places` is None."""
         self._later: mx.array | None = None
-        """(n, n): whether a row sees one behind it; None: none does."""
+        """(n, n): whether a row sees one after it, or None if none does."""
         self._masks: dict[object, tuple[Any, mx.array]] = {}
         self._array: mx.array | None = None
         self._angles: dict[int, tuple[mx.array, mx.array]] = {}

@@ -53,10 +53,10 @@ class Subject:
     context_length: int
     clock: Callable[[], float]
     make_drafter: Callable[[], Draft] | None = None
-    """Makes a drafter that has read no rows; None: nothing is drafted."""
+    """Makes a drafter that has read no rows, or None if nothing is drafted."""
 
     def read(self, rows: int = PROMPT_ROWS) -> list[Any]:
-        """Caches behind a prompt of `rows` rows."""
+        """Caches after a prompt of `rows` rows."""
         caches = self.make_caches()
         ids = as_row(probe_ids(self.vocabulary, 0, rows))
         mx.eval(self.target.forward(ids, caches, want="last").logits, cache_arrays(caches))
@@ -72,7 +72,7 @@ def greedy_identity(subject: Subject, k: int) -> Identity:
     """Compares blocks of 2 to K + 1 rows, and the row after each one's rollback, with single steps.
 
     Every width is compared, since requests and an answer's last rounds may draft fewer tokens;
-    behind the longer contexts only the narrowest and the widest. The ids are arbitrary: kernels do
+    after the longer contexts only the narrowest and the widest. The ids are arbitrary: kernels do
     not depend on them. All CONTEXTS that fit into the context length must be bitwise equal.
     """
     prompt = subject.read()  # once: on a slow machine that is most of the time
@@ -88,7 +88,7 @@ def greedy_identity(subject: Subject, k: int) -> Identity:
 def exact_widths(subject: Subject, widths: Sequence[int]) -> list[int]:
     """The numbers of rows, of `widths`, whose blocks compute what single steps do.
 
-    As `greedy_identity`, but each width is measured behind all CONTEXTS.
+    As `greedy_identity`, but each width is measured after all CONTEXTS.
     """
     prompt, exact = subject.read(), sorted(widths)
     for rows in subject.contexts(max(widths) - 1):
@@ -114,7 +114,7 @@ def probe_ids(vocabulary: int, first: int, end: int) -> list[int]:
 def _same_behind(
     context: int, subject: Subject, prompt: Sequence[object], widths: Sequence[int]
 ) -> set[int]:
-    """The ascending `widths` that compute what single steps do behind one context.
+    """The ascending `widths` that compute what single steps do after one context.
 
     `prompt`: caches of PROMPT_ROWS rows, not changed.
     """
@@ -215,7 +215,7 @@ def fixed_rows_identity(subject: Subject, rows: int) -> FixedRowsCheck:
     """Whether, with `rows` rows in every forward, a row's bits do not depend on how many of them
     are real: logits, and caches with and without rejected rows.
 
-    Measured behind a prompt of PROMPT_ROWS rows only, so that it does not detect a backend that
+    Measured after a prompt of PROMPT_ROWS rows only, so that it does not detect a backend that
     changes kernels with the length of the context.
     """
     plain, mixed = subject.read(), subject.read()
@@ -289,7 +289,7 @@ class Costs:
 
 
 def measure_costs(subject: Subject, prompt: Sequence[int], k: int, repeats: int) -> Costs:
-    """Medians of `repeats` measurements behind `prompt`, after one warm-up each."""
+    """Medians of `repeats` measurements after `prompt`, after one warm-up each."""
     make_drafter, forward = subject.make_drafter, subject.target.forward
     assert make_drafter is not None
     caches = subject.make_caches()

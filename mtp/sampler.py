@@ -111,7 +111,7 @@ class Sampler:
                 return accept_matching(self._targets(logits, position), drafts.tokens)
             case "ratio" | "block":
                 assert drafts.log_probabilities is not None
-                # Rows behind a rejected draft must not matter, whatever a head drafted there.
+                # Rows after a rejected draft must not matter, whatever a head drafted there.
                 logits, finite = with_finite_rows(logits)
                 p = self._distribution(logits, position)
                 q = Distribution(drafts.log_probabilities, drafts.support)

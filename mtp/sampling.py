@@ -236,7 +236,7 @@ class TargetDistribution:
 def _likeliest(x: mx.array, k: int) -> tuple[mx.array, mx.array]:
     """The k largest of each row (rows, V) and their ids, both (rows, k), in no order.
 
-    They lie in the k blocks with the largest maxima or behind the last whole block. This takes one
+    They lie in the k blocks with the largest maxima or after the last whole block. This takes one
     pass over the row and two small partitions; a partition of the row would sort it on some
     backends.
     """

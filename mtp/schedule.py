@@ -11,7 +11,7 @@ TURN_SHARE = 16
 """A turn ends a forward if it has at least this part of the rows before it."""
 KEY_ROWS = 8
 """First rows of an image that are read by one forward: their ids have 248 bits of its hash, so that
-no state behind fewer of them is kept."""
+no state after fewer of them is kept."""
 MOST_SCORES = 512 * 65_536
 """Limit of the rows of a forward times the rows that they attend to. Attention that is not fused
 (on CPUs, at some head sizes, over quantised keys) stores that many scores per head."""
@@ -37,10 +37,10 @@ def prefill_ends(
     *,
     whole_images: bool = False,
 ) -> list[int]:
-    """The row behind each forward, ascending; the last is the prompt's length.
+    """The row after each forward, ascending; the last is the prompt's length.
 
-    A forward ends behind `chunk` rows, or fewer far into a prompt (`rows_at`), or with the first of
-    the tokens `turn_ends` that is at least `least_turn` rows behind the last end. An end depends
+    A forward ends after `chunk` rows, or fewer far into a prompt (`rows_at`), or with the first of
+    the tokens `turn_ends` that is at least `least_turn` rows after the last end. An end depends
     only on the ids before it, so that prompts with a common prefix are read by the same forwards
     within it: only then is the cached state of one, bit for bit, the state that another would
     compute.

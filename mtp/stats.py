@@ -97,7 +97,7 @@ class StatsCollector:
         lookup_reason: str = "",
         loop_reason: str = "",
     ) -> GenerationStats:
-        """`k`: the requested number of drafts (0: none, because of `reason`). `depth_reason`: why
+        """`k`: the requested number of drafts, or 0 because of `reason`. `depth_reason`: why
         the last round drafted as many tokens as it did. `parked`: whether the
         draft head was turned off. `cached_tokens`: tokens of the prompt that came from the prefix
         cache, in its tier `cached_tier`. `batching_reason`, `lookup_reason`: why the request shared

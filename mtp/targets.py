@@ -61,7 +61,7 @@ class FamilyTarget:
         rope_positions: RopePositions | None = None,
         padding: int = 0,
     ) -> None:
-        """`padding`: the id of rows behind a prompt's end; 0: no other row sees them anyway."""
+        """`padding`: the id of rows after a prompt's end; 0: no other row sees them anyway."""
         self._family = family
         self.padding = padding
         self.rope_positions = rope_positions or RopePositions()
@@ -129,7 +129,7 @@ class WholeTarget:
     def _logits(
         self, ids: mx.array, caches: Sequence[object], embeddings: mx.array | None = None
     ) -> mx.array:
-        """`embeddings`: of the ids and perhaps of more behind them."""
+        """`embeddings`: of the ids and perhaps of more after them."""
         if embeddings is None:
             return self._model(ids, cache=caches)
         own = embeddings[:, : ids.shape[1]]

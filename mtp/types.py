@@ -110,7 +110,7 @@ class Round:
 
 
 CacheTier: TypeAlias = Literal["memory", "disk", "peer", ""]
-"""The place of the state behind a cached prefix; "peer": another replica's runner. Empty: none."""
+"""The place of the state after a cached prefix; "peer": another replica's runner. Empty: none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Caches of several requests for one forward, left-aligned: each request writes behind its own
+"""Caches of several requests for one forward, left-aligned: each request writes after its own
 rows, and rejected rows stay in place until others overwrite them.
 
 So requests that draft may keep different numbers of rows, and nothing is moved. mlx-lm's batch
@@ -147,7 +147,7 @@ class BatchWindowCache(BatchKVCache):
         self, rows: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
         """See `BatchKVCache.make_mask`."""
-        self._drop_rows(rows)  # as the forward behind the mask would
+        self._drop_rows(rows)  # as the forward after the mask would
         return super().make_mask(rows, return_array, window_size or self._size)
 
     def of(self, index: int) -> WindowCache:
@@ -255,7 +255,7 @@ class BatchTapedCache(TapedCache):
 
     @property
     def arrays(self) -> list[mx.array]:
-        """The states (B, …) behind the kept rows, after resolving a choice made on the device."""
+        """The states (B, …) after the kept rows, after resolving a choice made on the device."""
         return state_arrays(self)
 
     def change(self, change: Change, moving: "Moving", joins: Sequence[ArraysCache]) -> None:
@@ -388,7 +388,7 @@ def _moved_forward(array: mx.array, moves: Sequence[int]) -> mx.array:
 
 
 def _append_rows(array: mx.array | None, rows: mx.array, positions: Positions) -> mx.array:
-    """Writes each request's `rows` (B, …) behind its own, into (slots, heads, room, size)."""
+    """Writes each request's `rows` (B, …) after its own, into (slots, heads, room, size)."""
     count = rows.shape[2]
     extent = positions.extent(count)
     if array is None or extent > array.shape[2]:

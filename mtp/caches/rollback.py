@@ -17,13 +17,13 @@ from .window import WindowCache
 
 
 class RowChoice(NamedTuple):
-    """The states behind every row of a kernel's forward, and the row that each request keeps, which
+    """The states after every row of a kernel's forward, and the row that each request keeps, which
     may be known to the GPU alone. The next kernel begins there; nothing is copied."""
 
     window: mx.array
     """(B, n + 3, C): the convolution's rows."""
     states: mx.array
-    """(n, B, v heads, v dim, k dim): the state behind each row."""
+    """(n, B, v heads, v dim, k dim): the state after each row."""
     at: mx.array
     """(2, B) int32: see `DeltaKernel.rows`."""
 
@@ -46,7 +46,7 @@ def kept_row_index(rows: mx.array) -> mx.array:
 
 
 Restore = Callable[[int], list[mx.array | None]]
-"""A cache's arrays behind the first m rows of the last forward."""
+"""A cache's arrays after the first m rows of the last forward."""
 RowCache = KVCache | QuantizedKVCache | CacheList
 """A cache that `holds_rows`."""
 RestoreEach = Callable[[mx.array], "list[mx.array | None] | RowChoice"]
@@ -76,7 +76,7 @@ class TapedCache(ArraysCache):
         self._arrays, self.chosen = arrays, None
 
     def record(self, rows: int, restore: Restore, each: RestoreEach | None = None) -> None:
-        """Records a forward of `rows` rows; `restore(m)` gives the arrays behind its first m rows.
+        """Records a forward of `rows` rows; `restore(m)` gives the arrays after its first m rows.
 
         `each`: the same for a batch in which each request keeps its own number of rows, at least 1;
         see `keep`.
@@ -104,7 +104,7 @@ class TapedCache(ArraysCache):
             raise AssertionError("the last forward left no tape for a batch")
         restored = each(at)
         if isinstance(restored, RowChoice):
-            # The arrays behind the last row are no request's state and must not be read.
+            # The arrays after the last row are no request's state and must not be read.
             self.cache = [None] * len(self._arrays)
             self.chosen = restored
         else:

@@ -23,7 +23,7 @@ MAX_ROLLBACK_ROWS: Final = 64
 
 
 def oldest_row(offset: int, window: int) -> int:
-    """The first row that a forward behind `offset` rows reads, a multiple of ALIGNED.
+    """The first row that a forward after `offset` rows reads, a multiple of ALIGNED.
 
     One row more than `window` is in reach: plamo3's mask asks for it.
     """

@@ -31,7 +31,7 @@ class DraftDemand:
     limit: int
     """Drafts of the next round, at most."""
     acceptance: Sequence[float] | None
-    """Acceptance probabilities for `expected_tokens`; None: `limit` drafts, whatever they cost."""
+    """Acceptance probabilities for `expected_tokens`, or None for `limit` drafts at any cost."""
 
 
 def size_bucket(size: int) -> int:

@@ -17,7 +17,7 @@ from .lookup_length import MARGIN
 MAX_ROUND_ROWS: Final = 64
 """Rows of a round that copies, of all requests: beyond, products use other algorithms."""
 MAX_LENGTH: Final = 15
-"""Copied tokens of a round that is shared: a kernel that keeps states has one behind each of 16
+"""Copied tokens of a round that is shared: a kernel that keeps states has one after each of 16
 rows, from which requests may keep different numbers of rows."""
 RECENT: Final = 15
 ENOUGH: Final = 3
@@ -41,7 +41,7 @@ class Choice(NamedTuple):
     width: int
     """Drafts for which each request has a row."""
     head: int
-    """Drafts of the head for requests that do not copy; 0: it does not run."""
+    """Drafts of the head for requests that do not copy, or 0 if it does not run."""
     is_copied: Sequence[bool]
     """Whether a request copies its drafts, by request."""
 
@@ -71,7 +71,7 @@ class BatchPolicy:
 
     def allow(self, lengths: Sequence[int], ratios: Mapping[tuple[int, int], float] | None) -> None:
         """Allows copies of `lengths`, which are exact in batches. `ratios`: the seconds of rounds
-        by (requests, length), relative to plain ones; None: all rounds cost the same."""
+        by (requests, length), relative to plain ones, or None if all cost the same."""
         self._lengths = sorted(length for length in lengths if length <= MAX_LENGTH)
         self._ratios = ratios
 

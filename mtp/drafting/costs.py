@@ -80,7 +80,7 @@ class RoundCosts:
             _ = cell.popleft()
 
     def seconds(self, position: int, k: int) -> float | None:
-        """Seconds of a round of `k` drafts behind `position` rows; None if nothing was measured."""
+        """Seconds of a round of `k` drafts after `position` rows; None if nothing was measured."""
         seconds = self._usual_seconds(bucket_of(position), k)
         return None if seconds is None else seconds * self._pace
 
@@ -104,7 +104,7 @@ class RoundCosts:
         return None
 
     def is_measured(self, position: int, k: int) -> bool:
-        """Whether a round of `k` drafts was measured behind about that many rows."""
+        """Whether a round of `k` drafts was measured after about that many rows."""
         return self._measured(bucket_of(position), k) is not None
 
     def cells(self) -> Iterator[tuple[int, int, tuple[float, ...]]]:

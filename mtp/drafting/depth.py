@@ -42,7 +42,7 @@ class DepthPolicy(Protocol):
     """Decides depths for one answer and learns from its rounds."""
 
     def plan(self, position: int) -> Plan:
-        """The next rounds, behind `position` committed rows."""
+        """The next rounds, after `position` committed rows."""
         ...
 
     def learn(self, k: int, accepted: int, position: int, seconds: float) -> None:
@@ -50,7 +50,7 @@ class DepthPolicy(Protocol):
         ...
 
     def reason(self, position: int) -> str:
-        """Why rounds behind `position` rows draft as many tokens as they do, for a person."""
+        """Why rounds after `position` rows draft as many tokens as they do, for a person."""
         ...
 
 
@@ -83,7 +83,7 @@ class Acceptance:
         self._accepted = [weight * p for p in prior]
 
     def add(self, drafted: int, accepted: int) -> None:
-        """Counts a round. Drafts behind the first rejected one are not observed."""
+        """Counts a round. Drafts after the first rejected one are not observed."""
         for j in range(min(drafted, accepted + 1)):
             self._seen[j] = MEMORY * self._seen[j] + 1
             self._accepted[j] = MEMORY * self._accepted[j] + (j < accepted)
@@ -175,7 +175,7 @@ class AdaptiveDepth:
 
     @property
     def speedup(self) -> float:
-        """The best expected speed in a short context, relative to plain decoding; 0: not known."""
+        """The best expected speed in a short context, relative to plain decoding; 0 if unknown."""
         rates = self._rates(0) if self._prior.is_known else []
         return max(rates) / rates[0] if rates else 0.0
 

@@ -1,7 +1,7 @@
 """An index of the earlier occurrences of a request's last tokens. Pure: no clock, no arrays of MLX.
 
 Trigrams are hashed, and the places of one hash are chained, the latest first, as in deflate
-(RFC 1951, section 4). A place is the index of the token behind an occurrence.
+(RFC 1951, section 4). A place is the index of the token after an occurrence.
 """
 
 from array import array
@@ -15,9 +15,9 @@ LONGEST_MATCH: Final = 64
 MAX_CHAIN: Final = 32
 """Places that one search compares at most, the latest ones."""
 RESUMABLE: Final = 8
-"""Tokens in common from which on a match resumes behind a change: fewer occur by chance."""
+"""Tokens in common from which on a match resumes after a change: fewer occur by chance."""
 NEAR: Final = 8
-"""Tokens of a change, and tokens that it replaces, behind which a match resumes at most."""
+"""Tokens of a change, and tokens that it replaces, after which a match resumes at most."""
 SMALLEST_TABLE: Final = 1024
 """Entries of the table of an empty index; a power of two."""
 BYTES_PER_TOKEN: Final = 24
@@ -34,9 +34,9 @@ class Match(NamedTuple):
     """An earlier occurrence of the last tokens."""
 
     length: int
-    """Tokens in common, from SHORTEST_MATCH to LONGEST_MATCH; 0: there is no occurrence."""
+    """Tokens in common, from SHORTEST_MATCH to LONGEST_MATCH, or 0 if there is no occurrence."""
     place: int
-    """The index of the token behind the occurrence."""
+    """The index of the token after the occurrence."""
     resumed: Resumed = 0
     """1: the last token differs from the occurrence's, `length` tokens before it do not. 2: some
     tokens before the last one differ, and `length` before them do not."""
@@ -48,7 +48,7 @@ NO_MATCH: Final = Match(0, 0)
 class SuffixIndex:
     """The tokens of one request, and where the last ones occurred before.
 
-    A trigram is entered when the token behind it is added, so a search for the last tokens finds
+    A trigram is entered when the token after it is added, so a search for the last tokens finds
     earlier occurrences only.
     """
 
@@ -94,10 +94,10 @@ class SuffixIndex:
         return best
 
     def resume(self, broken: Match, since: int) -> Match:
-        """The place at which a broken match may continue, `since` tokens behind the wrong one.
+        """The place at which a broken match may continue, `since` tokens after the wrong one.
 
         Behind the next token of the occurrence that equals the last one; where the change has just
-        begun and there is none, behind one token.
+        begun and there is none, after one token.
         """
         length, place, _ = broken
         end = len(self._ids) - 1
@@ -128,7 +128,7 @@ class SuffixIndex:
         return length
 
     def _enter(self) -> None:
-        """Enters the trigrams of the places behind those in `_before`: of new tokens, or of all for
+        """Enters the trigrams of the places after those in `_before`: of new tokens, or of all for
         a larger table."""
         latest, before = self._latest, self._before
         mask, place = len(latest) - 1, len(before)

@@ -17,7 +17,7 @@ FOLLOWED_AT_ONCE: Final = 1024
 class PromptLookup:
     """The tokens that followed the longest earlier occurrence of a request's last ones.
 
-    Where the answer changes a few tokens of a long copy, the copy resumes behind them.
+    Where the answer changes a few tokens of a long copy, the copy resumes after them.
 
     Only committed tokens are added, so a rejected draft or a resumed answer leaves no trace.
     """
@@ -56,7 +56,7 @@ class PromptLookup:
         self._match = match if match.length else self._index.resume(self._broken, self._since)
 
     def length(self, limit: int, position: int) -> int:
-        """Tokens to copy in the next round, behind `position` rows; 0: none, `limit` at most."""
+        """Tokens to copy in the next round, after `position` rows: from 0 to `limit`."""
         _ = self.read()
         if self._waiting or self._answer or not self._match.length or limit <= 0:
             return 0
@@ -94,7 +94,7 @@ class PromptLookup:
         return self._match
 
     def read(self) -> bool:
-        """Indexes a part of the prompt, or of the answer behind it. Returns whether any of the
+        """Indexes a part of the prompt, or of the answer after it. Returns whether any of the
         prompt was left."""
         was_left = bool(self._waiting)
         if self._waiting:

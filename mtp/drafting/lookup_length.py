@@ -31,7 +31,7 @@ ENOUGH_ROUNDS: Final = 3
 
 
 class CopyEvidence:
-    """The chances that the token behind a match is right, by class of match length."""
+    """The chances that the token after a match is right, by class of match length."""
 
     def __init__(
         self, chances: Sequence[float] = FIRST_CHANCES, memory: float = MODEL_MEMORY
@@ -46,7 +46,7 @@ class CopyEvidence:
         return [right / count for right, count in zip(self._right, self._seen, strict=True)]
 
     def add(self, length: int, *, is_right: bool, resumed: Resumed = 0) -> None:
-        """Records whether the token behind a match of `length` was right."""
+        """Records whether the token after a match of `length` was right."""
         kind = _class_of(length, resumed)
         self._seen[kind] = self._memory * self._seen[kind] + 1
         self._right[kind] = self._memory * self._right[kind] + is_right
@@ -61,18 +61,18 @@ class LengthPolicy(Protocol):
         ...
 
     def choose(self, match_length: int, limit: int, position: int, *, resumed: Resumed = 0) -> int:
-        """Tokens to copy behind a match, `limit` at most; 0: none.
+        """Tokens to copy after a match, from 0 to `limit`.
 
         `resumed`: see `Match`.
         """
         ...
 
     def reached(self, match_length: int, count: int, *, resumed: Resumed = 0) -> list[float]:
-        """Chances that the first 1, 2, … copied tokens behind a match stand, `count` at most."""
+        """Chances that the first 1, 2, … copied tokens after a match stand, `count` at most."""
         ...
 
     def observe(self, match_length: int, *, is_right: bool, resumed: Resumed = 0) -> None:
-        """Records whether the token behind a match was right, drafted or not."""
+        """Records whether the token after a match was right, drafted or not."""
         ...
 
     def learn_copy(self, length: int, position: int, seconds: float) -> None:
@@ -89,7 +89,7 @@ class CopyCosts:
     """The costs of rounds that copy, on one machine; shared by the answers of a model."""
 
     verify: RoundCosts
-    """Costs of rounds by number of copied tokens; 0: a plain token."""
+    """Costs of rounds by number of copied tokens, 0 for a plain token."""
     rollback: Mapping[int, float]
     """Seconds to remove rejected rows of a copy, by its length."""
 

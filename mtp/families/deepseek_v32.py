@@ -79,7 +79,7 @@ class DeepseekV32BlockAttention(deepseek_v32.DeepseekV32Attention):
     def _choose(
         self, q: mx.array, k: mx.array, weights: mx.array, mask: mx.array | None
     ) -> mx.array | None:
-        """The rows (B, 1, 1, index_topk) that one row attends to; None: all."""
+        """The rows (B, 1, 1, index_topk) that one row attends to, or None for all."""
         top = self.indexer.index_topk
         if k.shape[2] <= top:
             return None

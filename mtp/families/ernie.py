@@ -2,7 +2,7 @@
 
 x = mtp_linear_proj([mtp_emb_norm(embed(t)); mtp_hidden_norm(H)]), one dense decoder layer, then the
 backbone's own final norm and lm_head: so in FastDeploy, the publisher's server, which feeds H after
-that norm. vLLM's ernie_mtp leaves the norm behind the layer out. mtp_hidden_norm normalises H
+that norm. vLLM's ernie_mtp leaves the norm after the layer out. mtp_hidden_norm normalises H
 again, so a head that was trained before the norm differs little; the card decides.
 """
 

@@ -25,7 +25,7 @@ class Family:
     """The model's part with the layers, by name."""
 
     def __init__(self, model: nn.Module, hidden_kind: HiddenKind | None = None) -> None:
-        """`hidden_kind`: one of `hidden_kinds`; None: the usual one."""
+        """`hidden_kind`: one of `hidden_kinds`, by default the usual one."""
         self.hidden_kind: HiddenKind = hidden_kind or self.hidden_kinds[0]
         """The kind that `hidden` gives, which is the head's input."""
         self._model: Any = model

@@ -1,7 +1,7 @@
 """Nemotron-H: mlx-lm's nemotron_h. The head is a NextN one whose layer is two blocks of the
 backbone's kinds: one of attention and one of experts.
 
-Names, order and norms as in vLLM's nemotron_h_mtp, which reads H behind the final norm; the first
+Names, order and norms as in vLLM's nemotron_h_mtp, which reads H after the final norm; the first
 block has enorm, hnorm and eh_proj, the last one the final norm.
 """
 

@@ -37,7 +37,7 @@ class SharedHead(nn.Module):
 
 
 class NextnHead(nn.Module):
-    """The head of NextN checkpoints. Parameter names are the checkpoint's behind the layer's
+    """The head of NextN checkpoints. Parameter names are the checkpoint's after the layer's
     number; those of the decoder layer are in `layer`."""
 
     def __init__(
@@ -51,7 +51,7 @@ class NextnHead(nn.Module):
         array_mask: bool,
         window: int | None,
     ) -> None:
-        """`layer` takes (x, mask, cache), and attends to `window` rows; None: to all.
+        """`layer` takes (x, mask, cache), and attends to `window` rows, or to all.
 
         `array_mask`: its mask has to be an array.
         """
@@ -109,7 +109,7 @@ class NextnFamily(Family):
         return self.head_of(layer, self._model.args.rms_norm_eps)
 
     def head_of(self, layer: nn.Module, eps: float, window: int | None = None) -> NextnHead:
-        """A head with a decoder layer, which attends to `window` rows; None: to all."""
+        """A head with a decoder layer, which attends to `window` rows, or to all."""
         swap_classes(layer, self.swaps)
         return NextnHead(
             layer,

@@ -8,9 +8,9 @@ from .head import HiddenKind
 
 
 def family_of(model: nn.Module, hidden_kind: HiddenKind | None = None) -> Family | None:
-    """The family of a loaded mlx-lm model; None if there is no file for it.
+    """The family of a loaded mlx-lm model, or None if there is no file for it.
 
-    `hidden_kind`: the head's input, one of the family's `hidden_kinds`; None: the usual one.
+    `hidden_kind`: the head's input, one of the family's `hidden_kinds`, or None.
     """
     family_class = _class_for(model)
     return None if family_class is None else family_class(model, hidden_kind)

@@ -13,14 +13,14 @@ from ..caches.rollback import RowChoice, TapedCache, TapedLayer, rows_of_each
 from ..caches.window import MAX_ROLLBACK_ROWS
 
 MAX_KERNEL_ROWS = 16
-"""Rows of one launch of a layer's kernel, which returns the state behind each row, so that a
+"""Rows of one launch of a layer's kernel, which returns the state after each row, so that a
 rollback chooses one of them."""
 
 LayerStart = tuple[mx.array, mx.array, mx.array]
 """The start of a kernel: a `RowChoice`, or the convolution's last rows, the states (B, v heads,
 v dim, k dim) and `start_rows`."""
 Recurrence = Callable[..., tuple[mx.array, mx.array]]
-"""(q, k, v, a, b, the state before) -> rows and the state behind them."""
+"""(q, k, v, a, b, the state before) -> rows and the state after them."""
 LayerOutput = tuple[mx.array, mx.array, mx.array, mx.array, mx.array]
 """The results of `TapedGatedDelta.few_rows`."""
 
@@ -195,7 +195,7 @@ class TapedGatedDelta(TapedLayer):
         """Computes up to MAX_KERNEL_ROWS rows from the arrays of `start_of`.
 
         Returns (B, n, v heads v dim) for `out_proj`; the convolution's rows with those before them,
-        and its last ones; the state behind each row, and the last one.
+        and its last ones; the state after each row, and the last one.
         """
         assert self.kernel is not None
         batch, rows, _ = inputs.shape
@@ -216,7 +216,7 @@ class TapedGatedDelta(TapedLayer):
         start: LayerStart,
         output: Sequence[mx.array],
     ) -> None:
-        """Stores the results of `few_rows` behind the first one; `start`: from `start_of`."""
+        """Stores the results of `few_rows` after the first one; `start`: from `start_of`."""
         window, last, states, state = output
         width = last.shape[1]
 
@@ -294,6 +294,6 @@ def _rows_of(window: mx.array, first: int, count: int) -> mx.array:
 
 
 def keeps_states(model: nn.Module) -> bool:
-    """Whether a layer keeps its state behind each row of a forward of up to MAX_KERNEL_ROWS."""
+    """Whether a layer keeps its state after each row of a forward of up to MAX_KERNEL_ROWS."""
     layers = (m for _, m in model.named_modules() if isinstance(m, TapedGatedDelta))
     return any(layer.kernel is not None for layer in layers)

@@ -125,7 +125,7 @@ class PrefixFile:
 
 
 def header_size(length: Buffer) -> int:
-    """The bytes of the header behind its length. Raises ValueError for too long a one."""
+    """The bytes of the header after its length. Raises ValueError for too long a one."""
     size = int.from_bytes(length, "little")
     if size > MAX_HEADER_BYTES:
         raise ValueError("it is no safetensors file")

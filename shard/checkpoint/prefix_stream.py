@@ -79,13 +79,13 @@ class PrefixReceiver:
             self._finish_tensors()
 
     def finish(self) -> ReceivedPrefix:
-        """The file, behind its last piece. Raises ValueError if something is missing."""
+        """The file, after its last piece. Raises ValueError if something is missing."""
         if self._header is not None or self._pending:
             raise ValueError("it ends too early")
         return ReceivedPrefix(self._description, self._tensors, self._size)
 
     def _feed_header(self, header: bytearray, piece: memoryview) -> memoryview:
-        """Takes bytes of the header. Returns those behind it."""
+        """Takes bytes of the header. Returns those after it."""
         while piece and self._header is not None:
             is_sized = len(header) >= _LENGTH_BYTES
             size = header_size(header[:_LENGTH_BYTES]) if is_sized else 0

@@ -30,7 +30,7 @@ request_limits.py: the limits of a request to a model
 round_forms.py: how rounds are computed: rows of a forward, and early issue
 round_plan.py: the drafts of a batch's next round, and whose they are
 scheduler.py: decides which requests run next
-stage.py: a stage behind the first one: blocks, requests, leases
+stage.py: a stage after the first one: blocks, requests, leases
 stage_rounds.py: forwards of one stage's layers
 step_outcome.py: the outcome of a piece of work for a request
 step_times.py: the median plain step of the last answer

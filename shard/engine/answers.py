@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Deliver = Callable[[EngineEvent], None]
 """Takes the events of an answer."""
 OnEnd = Callable[[BaseException | None], None]
-"""Called once, after the last event: None behind an `AnswerEnd`, else the error."""
+"""Called once, after the last event: None after an `AnswerEnd`, else the error."""
 
 
 class AnswerEvents:

@@ -204,7 +204,7 @@ class Batch:
         return as_row([request.token for request in self.requests])
 
     def _plan(self) -> RoundPlan | None:
-        """The drafts of the next round; None: a round in flight must be read first."""
+        """The drafts of the next round, or None if one in flight must be read first."""
         if len(self.requests) > 1:
             return self._plan_together()
         copy = self._copy()
@@ -231,7 +231,7 @@ class Batch:
     def _copy(self) -> list[int] | None:
         """The next round's drafts from the request's own tokens, which may be none.
 
-        None: a round in flight must be read first, since a copy begins behind tokens that are
+        None: a round in flight must be read first, since a copy begins after tokens that are
         known.
         """
         request, lookup = self.requests[0], self.requests[0].drafts.lookup

@@ -119,7 +119,7 @@ class _Stored(BaseModel):
 
 @dataclass(slots=True)
 class DraftProfile:
-    """Costs, acceptance and identities in memory; `path` None: they are never saved."""
+    """Costs, acceptance and identities in memory. Without `path` they are never saved."""
 
     key: DraftProfileKey
     path: Path | None

@@ -46,13 +46,13 @@ class DraftModel(NamedTuple):
 
     @classmethod
     def of(cls, family: Family, head: DraftHead, vocabulary: int = 0) -> "DraftModel":
-        """`vocabulary`: the number of ids that are drafted; 0: all."""
+        """`vocabulary`: the number of ids that are drafted, or 0 for all."""
         logits = draft_logits(family, head, vocabulary)
         return cls(head, family.embed, logits, head.make_cache)
 
 
 def new_draft(model: DraftModel) -> Draft:
-    """A function that drafts greedily behind one more row per call, for `mtp.probe`."""
+    """A function that drafts greedily after one more row per call, for `mtp.probe`."""
     drafter: Drafter | None = None
     greedy = Sampler(Sampling(), 0)
 
@@ -70,7 +70,7 @@ def new_draft(model: DraftModel) -> Draft:
 def read_rows(model: DraftModel, state: DraftState, embeddings: mx.array | None = None) -> None:
     """The head reads all rows of one request that it has not read; lazy.
 
-    `embeddings` (1, n, H): in place of those of the tokens behind the rows, which one forward reads
+    `embeddings` (1, n, H): in place of those of the tokens after the rows, which one forward reads
     then.
     """
     if not state.unread:
@@ -220,7 +220,7 @@ class Drafter:
 def _read_alone(
     model: DraftModel, cache: RowCache, rows: int, unread: Sequence[tuple[mx.array, mx.array]]
 ) -> mx.array:
-    """Runs the head over one request's rows behind `rows`. Returns the last pass (1, n, H)."""
+    """Runs the head over one request's rows after `rows`. Returns the last pass (1, n, H)."""
     hidden, tokens = joined(unread)
     most, begin, read = hidden.shape[1], 0, hidden
     while begin < most:

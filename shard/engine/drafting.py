@@ -27,7 +27,7 @@ class DraftControl:
         options: EngineOptions,
         profile: DraftProfile,
     ) -> None:
-        """`family` None: the model gives no hidden states, or is split over stages."""
+        """`family` is None if the model gives no hidden states, or is split over stages."""
         self._head = head
         self._family = family
         self._profile = profile
@@ -47,7 +47,7 @@ class DraftControl:
         self.off_reason, self.max_k = reason, 0
 
     def park(self, position: int | None) -> None:
-        """Grants no more drafts if an answer stopped drafting at `position`; None: it did not."""
+        """Grants no more drafts if an answer stopped drafting at `position`."""
         if position is not None and not self.parked_reason:
             self.parked_reason = parked_reason(position)
             log.warning("%s", self.parked_reason)

@@ -34,7 +34,7 @@ from .scheduler import Scheduler
 
 MOST_RUNNING: Final = 64
 """Inputs of one request that the engine holds at once: others wait, so that the inputs of a later
-request are not behind all of them."""
+request are not after all of them."""
 NEAR: Final = 1e-5
 """Limit of the difference between an input's embedding in a batch and alone, in each number; where
 a batch was measured to differ by more, each input has forwards of its own."""
@@ -129,7 +129,7 @@ class EmbeddingEngine:
 
     @property
     def prefix_cache_bytes(self) -> int:
-        """0: no input begins behind another's."""
+        """0, since no input begins after another's."""
         return 0
 
     @property

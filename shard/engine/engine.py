@@ -261,7 +261,7 @@ class Engine:
             self._end(request, own)
 
     def _end(self, request: Request, why: FinishReason | BaseException | None = None) -> None:
-        """Frees a request's state and reports its end; `why` None: it was cancelled."""
+        """Frees a request's state and reports its end, unless it was cancelled."""
         request.phase = "finished"
         if request in self._requests:
             self._requests.remove(request)

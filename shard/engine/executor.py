@@ -39,7 +39,7 @@ class Executor(Protocol):
     """Whether the next round is issued before the tokens of one are delivered."""
 
     def begin(self, request: Request) -> Flight | None:
-        """Gives a request its caches, behind a cached prefix of its prompt if there is one.
+        """Gives a request its caches, after a cached prefix of its prompt if there is one.
 
         Returns the query to other stages, if they must agree on the prefix.
         """
@@ -59,7 +59,7 @@ class Executor(Protocol):
         ...
 
     def keep_prefix(self, request: Request) -> None:
-        """Puts a copy of its state behind the rows read so far into the prefix cache."""
+        """Puts a copy of its state after the rows read so far into the prefix cache."""
         ...
 
     def make_room(self, request: Request) -> None:
@@ -67,14 +67,14 @@ class Executor(Protocol):
         ...
 
     def replay(self, request: Request) -> tuple[FinishReason | None, Flight | None]:
-        """Rebuilds the state behind the next rounds of a log.
+        """Rebuilds the state after the next rounds of a log.
 
         Returns why the answer ends there, if it does, and the rows in flight to other stages.
         """
         ...
 
     def issue(self, step: Decode, running: int) -> Flight | None:
-        """Issues a round; None: one in flight must be read first. `running`: live requests."""
+        """Issues a round, or None if one in flight must be read first. `running`: live requests."""
         ...
 
     def land(self, flight: Flight, running: int) -> list[StepOutcome]:
@@ -122,7 +122,7 @@ class LocalExecutor:
         self._groups = Groups[Request, Batch](self._new_batch, lambda request: request.is_decoding)
 
     def begin(self, request: Request) -> None:
-        """Gives a request its caches, behind a cached prefix of its prompt if there is one."""
+        """Gives a request its caches, after a cached prefix of its prompt if there is one."""
         received, request.received = request.received, None
         self._prefixes.begin()
         state = None
@@ -205,14 +205,14 @@ class LocalExecutor:
         read_rows(self._draft_model, draft, images.embeddings(begin + 1, end + 1))
 
     def _read_images(self, request: Request, draft: DraftState) -> None:
-        """The head reads at once where rows or the tokens behind them are images': what waits has
+        """The head reads at once where rows or the tokens after them are images': what waits has
         neither their features nor their positions."""
         begin, images = draft.rows, request.images
         if images is not None and images.touches(begin, begin + draft.unread_rows + 1):
             self._read_rows(request, draft)
 
     def keep_prefix(self, request: Request) -> None:
-        """Puts a copy of its state behind the rows read so far into the prefix cache."""
+        """Puts a copy of its state after the rows read so far into the prefix cache."""
         if request.uses_cache and request.cached_rows < request.rows < len(request.prompt):
             self._prefixes.keep(request.path, self._groups.single[request], self.bytes)
 
@@ -221,7 +221,7 @@ class LocalExecutor:
         self._prefixes.make_room(self._own_caches(request), self.bytes)
 
     def replay(self, request: Request) -> tuple[FinishReason | None, None]:
-        """Rebuilds the state behind rounds of a log. Returns why the answer ends, if so."""
+        """Rebuilds the state after rounds of a log. Returns why the answer ends, if so."""
         if request.replay.rebuilt == 0:
             return self._replay_first(request), None
         batch = self._groups.of((request,))
@@ -235,7 +235,7 @@ class LocalExecutor:
         return reason, None
 
     def issue(self, step: Decode, running: int) -> IssuedRound | None:
-        """Issues a round; None: one in flight must be read first."""
+        """Issues a round, or None if one in flight must be read first."""
         return self._groups.of(step.requests).issue(running)
 
     def land(self, flight: Flight, running: int) -> list[StepOutcome]:
@@ -282,7 +282,7 @@ class LocalExecutor:
         )
 
     def _first_token(self, request: Request, logits: mx.array, start: int) -> list[StepOutcome]:
-        """The token behind the prompt, whose last forward began at row `start` and gave `logits`
+        """The token after the prompt, whose last forward began at row `start` and gave `logits`
         (1, V); none if the log has it."""
         if request.replay.log:
             request.phase = "replay"

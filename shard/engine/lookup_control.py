@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 LENGTHS: Final = (3, 7, 15)
 """Tokens that a round may copy."""
 STATE_LENGTHS: Final = (3, 31)
-"""The same where a layer's kernel keeps its state behind each of up to 16 rows. 4 rows have the
+"""The same where a layer's kernel keeps its state after each of up to 16 rows. 4 rows have the
 states that drafts of a head take, for which the planner's headroom suffices; beyond 16 rows the
 inputs of the rows are kept in place of states."""
 NOT_MEASURED: Final = "it was not measured"
@@ -78,7 +78,7 @@ class LookupControl:
     def probe_shared(
         self, subject: Subject, identity: str, head: int, profile: DraftProfile
     ) -> None:
-        """The same for batches, which `identity` tells to be exact or not; behind `probe`.
+        """The same for batches, which `identity` tells to be exact or not; after `probe`.
 
         `head`: drafts of the head up to which each row of a batch is exact as well.
         """

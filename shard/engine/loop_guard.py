@@ -39,7 +39,7 @@ class LoopGuard:
         call: Sequence[int] = (),
     ) -> None:
         """`prompt`: an answer may repeat as much as it does. `call`: the ids that begin a call,
-        behind which the limits are `LATE`."""
+        after which the limits are `LATE`."""
         self._limits = limits
         self._prompt = prompt
         self._call = list(call)

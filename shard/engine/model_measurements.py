@@ -73,7 +73,7 @@ class ModelMeasurements:
 
     @property
     def fixed_rows(self) -> int:
-        """Rows of each decode forward in strict mode; 0: rows are not padded."""
+        """Rows of each decode forward in strict mode, or 0 if rows are not padded."""
         return self._forms.fixed_rows if isinstance(self._forms, RoundForms) else 0
 
     @property
@@ -107,7 +107,7 @@ class ModelMeasurements:
         self.profile.save(at_once=True)
 
     def costs(self, prompt: Sequence[int], k: int, repeats: int) -> Costs:
-        """Seconds of verifies and of up to `k` drafts behind `prompt`; see `mtp.probe`."""
+        """Seconds of verifies and of up to `k` drafts after `prompt`; see `mtp.probe`."""
         return measure_costs(self.subject, prompt, k, repeats)
 
     def _measure_drafts(self, k: int) -> None:

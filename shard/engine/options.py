@@ -17,11 +17,11 @@ class EngineOptions:
     max_draft_tokens: int = 0
     """The largest K that a request may ask for; ignored without a draft head."""
     fixed_rows: int = 0
-    """Strict mode's rows of every decode forward; 0: no strict mode."""
+    """Strict mode's rows of every decode forward, or 0."""
     draft_vocabulary: int = 0
-    """Only ids below it are drafted; 0: all ids."""
+    """Only ids below it are drafted, or all if it is 0."""
     prefix_cache_bytes: int = 0
-    """Budget of the prefix cache and the requests in progress together; 0: no prefix cache."""
+    """Budget of the prefix cache and the requests in progress together, or 0 for no prefix cache."""
     batching: bool = True
     """Whether requests that are decoded at the same time share forwards."""
     stages: int = 1
@@ -31,7 +31,7 @@ class EngineOptions:
     lookup_off_reason: str = ""
     """Why they may not."""
     pooling: str = ""
-    """How an embedder's hidden states become an embedding; empty: it answers."""
+    """How an embedder's hidden states become an embedding. Empty for a model that answers."""
 
     @classmethod
     def of(cls, spec: pb.StageSpec) -> "EngineOptions":

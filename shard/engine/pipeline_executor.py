@@ -119,7 +119,7 @@ class PipelineExecutor:
         """The forwards over each prompt that is not read yet."""
         self._borders: dict[Request, Borders] = {}
         self._border_rows: dict[Request, int] = {}
-        """Rows of each prompt behind which all stages last cached the state."""
+        """Rows of each prompt after which all stages last cached the state."""
 
     def begin(self, request: Request) -> RemoteWork | None:
         """Gives a request its caches; queries the other stages if a prefix is cached here."""
@@ -172,7 +172,7 @@ class PipelineExecutor:
         return [], RemoteWork((request,), "last_chunk", trip)
 
     def keep_prefix(self, request: Request) -> None:
-        """Puts a copy of its state behind the rows read so far into the prefix cache, if all stages
+        """Puts a copy of its state after the rows read so far into the prefix cache, if all stages
         do."""
         if self._border_rows.get(request) != request.rows:
             return
@@ -188,7 +188,7 @@ class PipelineExecutor:
         self._prefixes.make_room(caches, self.bytes)
 
     def replay(self, request: Request) -> tuple[FinishReason | None, RemoteWork | None]:
-        """Rebuilds the state behind the next rounds of a log, by the same forwards."""
+        """Rebuilds the state after the next rounds of a log, by the same forwards."""
         first = request.replay.rebuilt
         if first == 0:
             return count_replayed(request, request.replay.log[:1]), None
@@ -269,7 +269,7 @@ class PipelineExecutor:
         return self.rounds.groups.forget(requests)
 
     def _begin_behind(self, request: Request, prefix_rows: Sequence[int]) -> StepOutcome:
-        """Begins behind the longest prefix that all stages have cached, if it has room here."""
+        """Begins after the longest prefix that all stages have cached, if it has room here."""
         self._prefixes.memory.evict(self.bytes)
         common = max(prefix_rows, default=0)
         state = self._prefixes.restore(request.path, common, self.bytes)
@@ -283,7 +283,7 @@ class PipelineExecutor:
         return StepOutcome(request, Prefilled(request.rows, len(request.prompt)))
 
     def _border(self, request: Request, state: State) -> "pb.Border.ValueType":
-        """Whether all stages cache the state behind a chunk."""
+        """Whether all stages cache the state after a chunk."""
         if not self._prefixes.enabled or not request.uses_cache:
             return pb.BORDER_UNSPECIFIED
         border = self._borders[request].at(state.rows, state.caches)

@@ -40,7 +40,7 @@ class PrefillForward:
         """Builds the graph. `target`: a `FamilyTarget` if several prompts are read."""
         self.states = states
         self.ends = tuple(ends)
-        """The row behind this forward, by request."""
+        """The row after this forward, by request."""
         self._clock = clock
         self._starts = [request.rows for request in states]
         self.outputs = self._build(target)
@@ -70,7 +70,7 @@ class PrefillForward:
         all layers are evaluated.
 
         A part takes PART_SHARE of the time since the last part. Each layer is issued before the
-        one in front of it is waited for, so that a GPU always has work. Outputs behind the last
+        one in front of it is waited for, so that a GPU always has work. Outputs after the last
         layer's cache stay lazy, since they may not be needed.
         """
         began_at = self._clock()

@@ -31,7 +31,7 @@ class _Placed:
 
     @property
     def delta(self) -> int:
-        """The position of rows behind it less their number."""
+        """The position of rows after it less their number."""
         return self.place + self.length - self.end
 
 
@@ -62,7 +62,7 @@ class PromptImages:
 
     @property
     def delta(self) -> int:
-        """The difference of positions behind the prompt from row numbers."""
+        """The difference of positions after the prompt from row numbers."""
         return self._placed[-1].delta
 
     @property
@@ -71,7 +71,7 @@ class PromptImages:
         return bool(self._tower.vision.section)
 
     def delta_at(self, row: int) -> int:
-        """The same of a row in front of or behind an image."""
+        """The same of a row before or after an image."""
         return next((p.delta for p in reversed(self._placed) if p.end <= row), 0)
 
     def touches(self, begin: int, end: int) -> bool:

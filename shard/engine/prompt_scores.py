@@ -11,7 +11,7 @@ from .step_outcome import StepOutcome
 
 
 def scored(request: Request, logits: mx.array, begin: int) -> StepOutcome:
-    """Progress with the log-probabilities of the tokens behind a forward's rows, which begin at
+    """Progress with the log-probabilities of the tokens after a forward's rows, which begin at
     `begin` and gave `logits` (n, V). In front of them all, the prompt's first token.
 
     The distribution is the model's own, without the request's penalties and bias.

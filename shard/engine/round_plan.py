@@ -23,9 +23,9 @@ class RoundPlan:
     width: int
     """Drafts for which each request has a row."""
     head: int
-    """Drafts of the head for requests that do not copy; 0: it does not run."""
+    """Drafts of the head for requests that do not copy, or 0 if it does not run."""
     copies: Sequence[Sequence[int]]
-    """Copied drafts by request; empty: it does not copy."""
+    """Copied drafts by request, empty for one that does not copy."""
     is_planned: bool = False
     """Whether `head` is the choice of a request's own depth policy."""
 
@@ -83,7 +83,7 @@ def plan_together(
 ) -> RoundPlan | None:
     """The next round of several requests, of which the head would draft `head` tokens.
 
-    None: a round in flight must be read first, since a copy begins behind tokens that are known.
+    None: a round in flight must be read first, since a copy begins after tokens that are known.
     """
     plain = RoundPlan(head, head, [NONE] * len(requests))
     if not policy.copies:

@@ -106,7 +106,7 @@ class Scheduler:
         in_prefill: bool,
         rounds_only: bool = False,
     ) -> Step | None:
-        """The next piece of work; None: nothing until a piece in flight is read.
+        """The next piece of work, or None until a piece in flight is read.
 
         `in_prefill`: whether a forward over prompts has begun on this stage. `rounds_only`: the
         next round, or None if it is a prompt's turn.
@@ -161,7 +161,7 @@ class Scheduler:
     def _ready_group(
         self, decoders: Sequence[Request], in_flight: Sequence[Flight]
     ) -> tuple[Request, ...]:
-        """The group that has waited longest among those that may have a round now; empty: none."""
+        """The group that has waited longest among those that may have a round now, if any."""
         groups = self._grouping.of(decoders)
         for group in sorted(groups, key=lambda group: min(request.turn for request in group)):
             members = set(group)

@@ -1,4 +1,4 @@
-"""A stage behind the first one: computes blocks and keeps the states of their requests.
+"""A stage after the first one: computes blocks and keeps the states of their requests.
 
 It knows neither gRPC nor threads; every method runs on the compute thread.
 """
@@ -52,7 +52,7 @@ class StageRequest:
     prefill_log: PrefillLog = field(default_factory=PrefillLog)
     """The forwards over its prompt so far."""
     queried_prefix: PromptPath = field(default_factory=lambda: PromptPath((), ()))
-    """The prefix that the first stage asked for, and may begin behind."""
+    """The prefix that the first stage asked for, and may begin after."""
 
 
 class StageOutput(NamedTuple):
@@ -74,7 +74,7 @@ class StageWorker:
         clock: Callable[[], float],
         prefixes: PrefixStore | None = None,
     ) -> None:
-        """`prefixes`: this stage's prefix cache; None: no prefixes are cached."""
+        """`prefixes`: this stage's prefix cache, or None."""
         self._model = model
         self._expected = expected
         self._clock = clock
@@ -157,7 +157,7 @@ class StageWorker:
         """The request of a member, ready to append rows.
 
         Raises InvalidFrame for an old attempt or a position that does not match the state, and
-        StateLost if it begins behind a prefix that is no longer cached.
+        StateLost if it begins after a prefix that is no longer cached.
         """
         request = self._request(member.key, opens=member.position == 0)
         if member.position > request.rows == 0 and request.queried_prefix.ids:
@@ -226,7 +226,7 @@ class StageWorker:
         return faults
 
     def _keep_prefix(self, block: HiddenBlock, requests: Sequence[StageRequest]) -> None:
-        """Caches the state behind a chunk if the first stage asks for it, and makes room."""
+        """Caches the state after a chunk if the first stage asks for it, and makes room."""
         if block.is_round:
             if any(member.position % MAKE_ROOM_EVERY == 0 for member in block.members):
                 self._shrink_prefixes()
@@ -247,7 +247,7 @@ class StageWorker:
     def cached_ends(
         self, key: Key, tokens: Sequence[int], schedule: Sequence[int], ends: Sequence[int]
     ) -> list[int]:
-        """The rows among `ends` behind which this stage has cached the state, and the attempt may
+        """The rows among `ends` after which this stage has cached the state, and the attempt may
         begin.
 
         They are row counts of `tokens`, which forwards of `schedule` rows each read. Raises
@@ -259,7 +259,7 @@ class StageWorker:
         return [rows for rows in ends if rows in cached]
 
     def _begin_behind(self, request: StageRequest, rows: int) -> None:
-        """Restores the state behind `rows` rows of the queried prefix. Raises StateLost."""
+        """Restores the state after `rows` rows of the queried prefix. Raises StateLost."""
         live = self.cache_bytes()
         self._prefixes.memory.evict(live)
         state = self._prefixes.restore(request.queried_prefix, rows, live)

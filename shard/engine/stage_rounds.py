@@ -112,7 +112,7 @@ class StageRounds(Generic[K]):
 
 
 class _Probe:
-    """Compares rows of requests in shared and in single forwards, behind random hidden states."""
+    """Compares rows of requests in shared and in single forwards, after random hidden states."""
 
     def __init__(
         self, model: StageModel, dtype: mx.Dtype, hidden_size: int, vocabulary: int

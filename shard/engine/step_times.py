@@ -25,7 +25,7 @@ class StepTimes:
         self._last: tuple[object, float] | None = None
 
     def add(self, request: object, rows: int, seconds: float) -> None:
-        """Adds a plain step of `request` behind `rows` rows."""
+        """Adds a plain step of `request` after `rows` rows."""
         if request is not self._request:
             self._note()
             self._request = request

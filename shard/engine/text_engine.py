@@ -170,7 +170,7 @@ class TextEngine:
     def begin(self, engine_request: EngineRequest, deliver: Deliver, on_end: OnEnd) -> Request:
         """Adds a request to the engine. Raises InvalidRequest.
 
-        `deliver` takes its events, and `on_end` its end: None behind its `AnswerEnd`, or the error.
+        `deliver` takes its events, and `on_end` its end: None after its `AnswerEnd`, or the error.
         """
         self.drafting.check(engine_request.k)
         self._check_name(engine_request)
@@ -294,7 +294,7 @@ class TextEngine:
         )
 
     def _ends(self, request: EngineRequest) -> list[int]:
-        """The row behind each forward over a request's prompt."""
+        """The row after each forward over a request's prompt."""
         schedule = self._schedule
         if request.scores_prompt:
             schedule = schedule._replace(chunk=min(schedule.chunk, SCORED_ROWS))
@@ -364,7 +364,7 @@ class TextEngine:
 
     @property
     def placeholder(self) -> int:
-        """The id that stands for an image in a rendered prompt; -1: it reads none."""
+        """The id that stands for an image in a rendered prompt, or -1 if it reads none."""
         return -1 if self._tower is None else self._tower.vision.placeholder
 
     @property
@@ -405,7 +405,7 @@ def _log_failed_read(end: FinishReason | BaseException) -> None:
 
 
 def _target_of(stage: StageModel, family: Family | None) -> Target:
-    """`family` None: of a model that drafts nothing."""
+    """`family` is None for a model that drafts nothing."""
     if family is None:
         return WholeTarget(stage.model, stage.rope_positions)
     return FamilyTarget(family, stage.rope_positions)

@@ -1,10 +1,10 @@
-"""The states behind a prompt's forwards that all stages of a pipeline cache.
+"""The states after a prompt's forwards that all stages of a pipeline cache.
 
-With each forward over a prompt the first stage decides whether the state behind it is cached
+With each forward over a prompt the first stage decides whether the state after it is cached
 (`HiddenBlock.border`), so that all stages cache the same. But each stage evicts as its own memory
-requires, in memory and on disk, and a replaced stage starts empty: before a request begins behind a
+requires, in memory and on disk, and a replaced stage starts empty: before a request begins after a
 prefix, a query with the prefix's ids passes all stages (`StageLink.ask_prefixes`), and the request
-begins behind the longest prefix that all of them still have.
+begins after the longest prefix that all of them still have.
 """
 
 from collections.abc import Collection, Sequence
@@ -23,13 +23,13 @@ class PrefillLog:
 
     ids: list[int] = field(default_factory=list[int])
     ends: list[int] = field(default_factory=list[int])
-    """The row behind each forward."""
+    """The row after each forward."""
     first_turn: int = 0
-    """The row behind the prompt's first turn; 0: it has not ended yet."""
+    """The row after the prompt's first turn, or 0 before its end."""
 
     @classmethod
     def of(cls, path: PromptPath, state: State) -> "PrefillLog":
-        """The log of a stage that begins with a cached `state` behind forwards of `path`."""
+        """The log of a stage that begins with a cached `state` after forwards of `path`."""
         return cls(
             list(path.ids[: state.rows]), list(path.up_to(state.rows).ends), state.first_turn
         )
@@ -58,9 +58,9 @@ class Borders:
         turn_ends: Collection[int],
         cached_rows: int,
     ) -> None:
-        """`ends`: the row behind each forward over `prompt`. `cached_rows`: rows of the prefix that
-        it began behind."""
-        inner = ends[:-1]  # no request begins behind the last: its logits are needed
+        """`ends`: the row after each forward over `prompt`. `cached_rows`: rows of the prefix that
+        it began after."""
+        inner = ends[:-1]  # no request begins after the last: its logits are needed
         self._inner = frozenset(inner)
         self._always = {end for end in inner if prompt[end - 1] in turn_ends}
         self._first = min(self._always, default=0)
@@ -68,7 +68,7 @@ class Borders:
         self._last = cached_rows
 
     def at(self, rows: int, caches: Sequence[Any]) -> "pb.Border.ValueType":
-        """Whether the state behind `rows` rows, which is in `caches`, is cached."""
+        """Whether the state after `rows` rows, which is in `caches`, is cached."""
         if rows not in self._inner:
             return pb.BORDER_UNSPECIFIED
         if rows not in self._always and not is_worth_caching(caches, rows - self._last):

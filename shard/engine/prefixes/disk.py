@@ -1,7 +1,7 @@
-"""Prefixes on disk: states behind prompts, for the next process of the same stage.
+"""Prefixes on disk: states after prompts, for the next process of the same stage.
 
-A file has the rows behind those of its parent, the file of an earlier state of the same prompt, so
-that the turns of a conversation are written once each. The states behind its last row are whole.
+A file has the rows after those of its parent, the file of an earlier state of the same prompt, so
+that the turns of a conversation are written once each. The states after its last row are whole.
 States to be written wait in the memory tier, as long as they have room there, until no request is
 in progress; a write is given up when a request begins. Files reveal prompts, as the caches of a
 running model do: only the node's user may read them.
@@ -40,7 +40,7 @@ from .tree import PrefixNode
 log = logging.getLogger(__name__)
 
 MIN_ROWS: Final = 128
-"""Fewer rows behind the parent's are computed about as fast as a file is read."""
+"""Fewer rows after the parent's are computed about as fast as a file is read."""
 FILE_EVERY: Final = 4096
 """Rows of one prompt after which another file is written, besides those of its first turn and of
 its last state."""
@@ -184,7 +184,7 @@ class PrefixDisk:
         self._delete(list(self._sizes))
 
     def _candidates(self, path: PromptPath) -> list[tuple[int, str]]:
-        """The rows and names of files that a request may begin behind, ascending."""
+        """The rows and names of files that a request may begin after, ascending."""
         if not self._sizes:
             return []
         named = [

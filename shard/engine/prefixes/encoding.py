@@ -34,7 +34,7 @@ _DTYPES: Final[Mapping[str, mx.Dtype]] = {
 
 
 def can_encode(node: PrefixNode) -> bool:
-    """Whether a request may begin behind a node, and its states can be written."""
+    """Whether a request may begin after a node, and its states can be written."""
     states = node.states
     return states is not None and all(type(state) in _STATE_KINDS for state in states)
 
@@ -42,7 +42,7 @@ def can_encode(node: PrefixNode) -> bool:
 def encoded(
     path: Sequence[PrefixNode], begin: int, *, drafts: bool
 ) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """The rows of a path behind row `begin`, at which one of its nodes ends, and the states behind
+    """The rows of a path after row `begin`, at which one of its nodes ends, and the states after
     its last row. Its drafter's part is always whole: that is one layer among many.
 
     The tensors are views of the nodes' arrays. `drafts`: whether to add the drafter's part.
@@ -134,7 +134,7 @@ def _arrays_of(file: PrefixContent, names: list[str]) -> dict[str, mx.array]:
 def _draft_from(
     head: Mapping[str, Any] | None, arrays: Mapping[str, mx.array], ids: Sequence[int]
 ) -> DraftState | None:
-    """The draft head's state behind a file's last row; None if the file has none."""
+    """The draft head's state after a file's last row; None if the file has none."""
     if head is None:
         return None
     parts = _columns(head["spans"], arrays)

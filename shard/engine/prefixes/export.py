@@ -1,4 +1,4 @@
-"""The state behind a cached prefix as one file, for the runner of another replica."""
+"""The state after a cached prefix as one file, for the runner of another replica."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path

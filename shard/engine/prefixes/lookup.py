@@ -16,7 +16,7 @@ class CachedRows(NamedTuple):
     rows: int = 0
     tier: CacheTier = ""
     bytes: int = 0
-    """Bytes of the state behind those rows; of files, all that lie along the prompt."""
+    """Bytes of the state after those rows; of files, all that lie along the prompt."""
 
 
 class PrefixLookup:
@@ -41,7 +41,7 @@ class PrefixLookup:
         return ExpectedPrefix(key, names, beyond, drafts, context_length)
 
     def find(self, prompt: Sequence[int], salt: Salt = b"", *, drafts: bool) -> CachedRows:
-        """The prefix that a request would begin behind. `drafts`: with a draft state."""
+        """The prefix that a request would begin after. `drafts`: with a draft state."""
         path = PromptPath(prompt, self._schedule.ends(prompt), salt, drafts)
         cached, disk = CachedRows(), self._store.disk
         if (node := self._store.memory.longest(path)) is not None:

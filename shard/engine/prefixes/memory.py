@@ -1,4 +1,4 @@
-"""The prefix cache in memory: states behind prompts, for prompts that begin with the same ids.
+"""The prefix cache in memory: states after prompts, for prompts that begin with the same ids.
 
 It is a tree whose nodes hold what one forward over a prompt added. Prompts that begin alike are
 read by the same forwards (`mtp.schedule`), so the ids of its forwards lead from the root to a node,
@@ -46,7 +46,7 @@ class PrefixCache:
         """The node that was used last; its path was used with it."""
         self.size = 0
         self.hits = Counter[CacheTier]()
-        """Rows of prompts that requests began behind, by the tier that had them."""
+        """Rows of prompts that requests began after, by the tier that had them."""
 
     def find(self, path: PromptPath, beyond: int = 0, live: int = 0) -> State | None:
         """See `Tier.find`: the copy has room in the budget, or a shorter one is given."""
@@ -75,7 +75,7 @@ class PrefixCache:
     def keep(
         self, path: PromptPath, state: State, turn_ends: frozenset[int], live: int = 0
     ) -> PrefixNode | None:
-        """Caches the state behind the first rows of a prompt, if that is worthwhile. Returns its
+        """Caches the state after the first rows of a prompt, if that is worthwhile. Returns its
         node.
 
         `turn_ends`: the tokens that end a turn. `live`: see `insert`.
@@ -94,8 +94,8 @@ class PrefixCache:
     def insert(
         self, path: PromptPath, state: State, first_turn: int, live: int = 0
     ) -> PrefixNode | None:
-        """Caches a copy of the state behind all forwards of `path`. Returns its node; None if it
-        has no room beside `live` bytes. `first_turn`: the row behind the first turn, or 0."""
+        """Caches a copy of the state after all forwards of `path`. Returns its node; None if it
+        has no room beside `live` bytes. `first_turn`: the row after the first turn, or 0."""
         node, added = self._root, list[PrefixNode]()
         for end, key in path.forwards():
             if key not in node.children:
@@ -120,7 +120,7 @@ class PrefixCache:
         return node if complete else None
 
     def holds(self, node: PrefixNode) -> bool:
-        """Whether a node is still cached, and a request may begin behind it."""
+        """Whether a node is still cached, and a request may begin after it."""
         path = node.path
         parents = (self._root, *path[:-1])
         is_in_tree = all(
@@ -215,7 +215,7 @@ class PrefixCache:
             yield node
 
     def _usable(self, path: PromptPath) -> list[PrefixNode]:
-        """The nodes behind which a request may begin, in the order of their rows. Marks the last
+        """The nodes after which a request may begin, in the order of their rows. Marks the last
         one as used."""
         usable = list(self._nodes(path))
         if usable:
@@ -255,7 +255,7 @@ class PrefixCache:
 
         The last used node goes last: otherwise the first turns of conversations that have ended
         would outlive a new one that fills the cache. States within a conversation go before nodes
-        at the end of another one, since the next turn begins behind the last state.
+        at the end of another one, since the next turn begins after the last state.
         """
 
         def rank(node: PrefixNode) -> tuple[bool, bool, bool, int]:
@@ -273,7 +273,7 @@ def is_worth_caching(caches: Sequence[Any], rows: int) -> bool:
 
 
 def _copy_size(node: PrefixNode, path: PromptPath) -> int:
-    """Bytes of the caches of a request that begins behind `node`, at the end of its prompt."""
+    """Bytes of the caches of a request that begins after `node`, at the end of its prompt."""
     following = path.ends[-1] - node.end
     size = joined_size([each.span for each in node.path if each.span is not None], following)
     size += sum(array.nbytes for array in cache_arrays(node.states or ()))

@@ -1,4 +1,4 @@
-"""A prompt as the forwards over it divide it: the keys and names of the states behind them."""
+"""A prompt as the forwards over it divide it: the keys and names of the states after them."""
 
 import hashlib
 from array import array
@@ -19,13 +19,13 @@ class PromptPath:
 
     ids: Sequence[int]
     ends: Sequence[int]
-    """The row behind each forward, ascending."""
+    """The row after each forward, ascending."""
     salt: Salt = b""
     drafts: bool = False
     """Whether only states with a draft state are of use."""
 
     def forwards(self) -> Iterator[tuple[int, bytes]]:
-        """The row behind each forward, and the forward's key: the ids of its rows."""
+        """The row after each forward, and the forward's key: the ids of its rows."""
         for begin, end in pairwise((0, *self.ends)):
             yield end, key_of(self.ids, begin, end, self.salt)
 

@@ -1,4 +1,4 @@
-"""The prefix cache of a whole model or of a stage: states behind prompts, in memory and on disk."""
+"""The prefix cache of a whole model or of a stage: states after prompts, in memory and on disk."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ class PrefixStore:
     """Finds and keeps prefixes in memory and on disk. All methods run on the compute thread.
 
     `live`: bytes of all requests in progress, which share the budget. A whole model decides itself
-    what it begins behind and keeps; of a stage the first one decides it, see `Borders`.
+    what it begins after and keeps; of a stage the first one decides it, see `Borders`.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class PrefixStore:
         disk: PrefixDisk | None = None,
         turn_ends: frozenset[int] = frozenset(),
     ) -> None:
-        """`budget`, `make_caches`: see `PrefixCache`. `disk` None: prefixes are in memory only.
+        """`budget`, `make_caches`: see `PrefixCache`. Without `disk` prefixes are in memory only.
         `turn_ends`: the tokens that end a turn."""
         self.memory = PrefixCache(budget, make_caches)
         self.disk = disk
@@ -117,7 +117,7 @@ class PrefixStore:
         return sorted({*in_memory, *self.disk.ends(path)})
 
     def restore(self, path: PromptPath, rows: int, live: int) -> State | None:
-        """A copy of the state behind the first `rows` rows of `path`; None if it is not cached or
+        """A copy of the state after the first `rows` rows of `path`; None if it is not cached or
         has no room."""
         path = path.up_to(rows).continued
         state = self.memory.find(path, live=live)
@@ -133,7 +133,7 @@ class PrefixStore:
     ) -> None:
         """Caches a copy of a state, whose rows are those of `prefill_log`.
 
-        `following`: rows of the prompt behind them, for which room is left.
+        `following`: rows of the prompt after them, for which room is left.
         """
         if not self.enabled or len(prefill_log.ids) != state.rows:
             return  # some of its ids are missing

@@ -15,7 +15,7 @@ from .prompt_path import stems
 
 @dataclass(frozen=True, slots=True)
 class DrafterPart:
-    """The draft head's state behind a node's rows, as far as the node adds to it."""
+    """The draft head's state after a node's rows, as far as the node adds to it."""
 
     begin: int
     """The first row of `span`: the rows before it are in earlier nodes."""
@@ -26,7 +26,7 @@ class DrafterPart:
     pending: mx.array | None
     """Hidden states of rows that the head has not read."""
     first: int
-    """The row that `pending` begins at. If the head rested, it is behind `end`, and the rows in
+    """The row that `pending` begins at. If the head rested, it is after `end`, and the rows in
     between are pending at earlier nodes; see `pending_of`."""
     is_whole: bool = True
     """False: `pending` was dropped."""
@@ -61,7 +61,7 @@ class DrafterPart:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class PrefixNode:
-    """One forward over a prompt, behind those of its parents."""
+    """One forward over a prompt, after those of its parents."""
 
     parent: "PrefixNode | None"
     key: bytes
@@ -70,8 +70,8 @@ class PrefixNode:
     span: Span | None = None
     """The rows of the caches; None for the root."""
     states: tuple[Any, ...] | None = None
-    """Caches behind the last row, of layers that are not divided by rows; they are never written
-    to. None: evicted, so no request can begin here."""
+    """Caches after the last row, of layers that are not divided by rows; they are never written
+    to. None once they are evicted: no request can begin here."""
     drafter: DrafterPart | None = None
     first_turn: bool = False
     """Whether it ends the prompt's first turn, usually the system's, which is evicted late."""
@@ -106,12 +106,12 @@ class PrefixNode:
 
     @property
     def path_bytes(self) -> int:
-        """Bytes of everything that a request which begins behind it needs."""
+        """Bytes of everything that a request which begins after it needs."""
         return self.bytes + sum(each.row_bytes for each in self.path[:-1])
 
     @property
     def is_pending_below(self) -> bool:
-        """Whether its pending rows are needed by a node below, whose own begin behind them."""
+        """Whether its pending rows are needed by a node below, whose own begin after them."""
         here = self.drafter
         if here is None or here.pending is None:
             return False
@@ -125,7 +125,7 @@ class PrefixNode:
 
     @property
     def _last_row_bytes(self) -> int:
-        """Bytes of the states behind the last row."""
+        """Bytes of the states after the last row."""
         return sum(array.nbytes for array in cache_arrays(self.states or ()))
 
     @property
@@ -139,7 +139,7 @@ class PrefixNode:
 
     @property
     def stems(self) -> Iterator[tuple[int, str]]:
-        """The row behind each node of its path, with the node's name."""
+        """The row after each node of its path, with the node's name."""
         return stems((node.end, node.key) for node in self.path)
 
     @property
@@ -161,7 +161,7 @@ class PrefixNode:
             yield self.drafter.pending
 
     def is_usable(self, *, drafts: bool) -> bool:
-        """Whether a request may begin behind it; `drafts`: with a draft state."""
+        """Whether a request may begin after it; `drafts`: with a draft state."""
         drafter = self.drafter
         has_drafter = drafter is not None and drafter.is_whole
         return self.states is not None and (has_drafter or not drafts)

@@ -21,7 +21,7 @@ class DraftState:
     """
 
     cache: RowCache | None = None
-    """None: it has no rows yet."""
+    """None before its first rows."""
     rows: int = 0
     """Rows in the cache."""
     unread: list[tuple[mx.array, mx.array]] = field(default_factory=list[tuple[mx.array, mx.array]])
@@ -81,7 +81,7 @@ class State:
     tier: CacheTier = ""
     """The tier of the prefix that it began as."""
     first_turn: int = 0
-    """The row behind the prompt's first turn, if it is among the rows of that prefix; else 0."""
+    """The row after the prompt's first turn, if it is among the rows of that prefix; else 0."""
 
     @property
     def all_caches(self) -> list[Any]:

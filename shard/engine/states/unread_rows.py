@@ -25,7 +25,7 @@ class RowBlock(NamedTuple):
 
 
 class UnreadRows:
-    """Rows of each request, and blocks of rows of all requests behind them."""
+    """Rows of each request, and blocks of rows of all requests after them."""
 
     def __init__(self, of_each: Sequence[Sequence[Rows]]) -> None:
         """`of_each`: by request; at least one has rows."""
@@ -49,7 +49,7 @@ class UnreadRows:
         return max(map(_count, self.of_each()))
 
     def add(self, block: RowBlock) -> None:
-        """Adds rows behind all others."""
+        """Adds rows after all others."""
         self._blocks.append(block)
 
     def pop_last(self) -> RowBlock:

@@ -141,7 +141,7 @@ def test_choices_without_a_cache_read_beside_each_other(
     driven(served, readers)
     assert sum(rows) == 3 * len(FIRST)
     assert_as_alone(readers)
-    assert not cache_of(served).bytes
+    assert not cache_of(served).size
 
 
 def test_choices_that_do_not_fit_the_context_together_take_turns(rows: list[int]) -> None:

@@ -56,7 +56,7 @@ class Load:
         disk, memory = self._disk(), PrefixCache(1 << 20, lambda: [KVCache()])
         node = memory.insert(PATH.inner, State([cache], MIN_ROWS), MIN_ROWS)
         assert node is not None
-        disk.add(node)
+        disk.put(node)
         while disk.save_next(memory.holds):
             time.sleep(0.001)
 
