@@ -21,7 +21,7 @@ class EngineOptions:
     draft_vocabulary: int = 0
     """Only ids below it are drafted, or all if it is 0."""
     prefix_cache_bytes: int = 0
-    """Budget of the prefix cache and the requests in progress together, or 0 for no prefix cache."""
+    """Budget of the prefix cache and the requests in progress together; no prefixes if it is 0."""
     batching: bool = True
     """Whether requests that are decoded at the same time share forwards."""
     stages: int = 1
