@@ -15,8 +15,8 @@ CONTEXT = 4096
 
 def content(source: TextEngine, engine_request: EngineRequest, key: str = KEY) -> bytes:
     """The file that a runner sends for a request."""
-    pieces = source.prefix_export(key).find(
-        engine_request.prompt, engine_request.cache_salt, drafts=engine_request.k > 0
+    pieces = source.prefix_lookup.export(
+        key, engine_request.prompt, engine_request.cache_salt, drafts=engine_request.k > 0
     )
     assert pieces is not None
     return b"".join(pieces())

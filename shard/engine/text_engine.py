@@ -36,7 +36,6 @@ from .model_measurements import ModelMeasurements
 from .options import EngineOptions
 from .pipeline_executor import PipelineExecutor
 from .prefixes.disk import PrefixDisk
-from .prefixes.export import PrefixExport
 from .prefixes.lookup import PrefixLookup
 from .prefixes.store import PrefixStore
 from .prompt_images import PromptImages
@@ -390,10 +389,6 @@ class TextEngine:
     def prefix_hits(self) -> Mapping[CacheTier, int]:
         """See `PrefixCache.hits`."""
         return self._prefixes.hits
-
-    def prefix_export(self, key: str) -> PrefixExport:
-        """Writes cached states under `key` for other runners."""
-        return PrefixExport(self._prefixes, self._schedule, key)
 
     def save_prefix(self) -> bool:
         """See `PrefixDisk.save_next`; does nothing while there is a request."""

@@ -196,7 +196,7 @@ class Runner:
         self, key: str, expected: StageLimits, engine: TextEngine
     ) -> tuple[PrefixSender, PrefixFetcher]:
         """The two sides of a state's way between replicas."""
-        sender = PrefixSender(expected, key, engine.prefix_export(key), self._compute)
+        sender = PrefixSender(expected, key, engine.prefix_lookup, self._compute)
         limit, length = self._spec.prefix_cache_bytes, expected.context_length
         fetcher = PrefixFetcher(key, self._credentials(), engine.prefix_lookup, limit, length)
         return sender, fetcher

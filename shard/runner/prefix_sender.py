@@ -10,7 +10,7 @@ from ...placement.errors import InvalidRequest, PeerLost, StateLost
 from ...proto import peer_pb2 as pb
 from ..checkpoint.files import Buffer
 from ..engine.compute import ComputeThread
-from ..engine.prefixes.export import PrefixExport
+from ..engine.prefixes.lookup import PrefixLookup
 from ..model.stage_limits import StageLimits
 
 CHUNK_BYTES: Final = 1 << 20
@@ -23,12 +23,12 @@ class PrefixSender:
     """Streams states of one whole model. Without a reader nothing of a stream is left."""
 
     def __init__(
-        self, limits: StageLimits, key: str, export: PrefixExport, compute: ComputeThread
+        self, limits: StageLimits, key: str, lookup: PrefixLookup, compute: ComputeThread
     ) -> None:
         """`key`: see `persistent_files.shared_prefix_key`."""
         self._limits = limits
         self.key = key
-        self._export = export
+        self._lookup = lookup
         self._compute = compute
         self._readers = 0
 
@@ -41,7 +41,8 @@ class PrefixSender:
         self._readers += 1
         try:
             find = partial(
-                self._export.find,
+                self._lookup.export,
+                self.key,
                 list(request.tokens),
                 request.cache_salt,
                 drafts=request.drafts,

@@ -4,8 +4,7 @@ borders.py: the states after a prompt's forwards that all stages of a pipeline c
 disk.py: prefixes on disk, for the next process
 encoding.py: what a file of a prefix contains
 expected.py: which states another runner may send
-export.py: a cached state as one file, for another replica's runner
-lookup.py: how much of a prompt is cached, without a wait for the compute thread
+lookup.py: how much of a prompt is cached, and its state as a file for another runner
 memory.py: the prefixes in memory: a tree of bounded size
 peer.py: the state that another runner sent for one request
 prompt_path.py: the forwards over a prompt, and the names of the states after them

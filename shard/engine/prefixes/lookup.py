@@ -1,13 +1,22 @@
-"""Looks up how much of a prompt is in the prefix cache, while the compute thread is busy."""
+"""How much of a prompt is in the prefix cache, and that state as a file for another runner."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 
 from ....mtp.schedule import Schedule
 from ....mtp.types import CacheTier
+from ...checkpoint.files import Buffer
+from ...checkpoint.prefix_files import TensorEntry, header_of, opened, pieces_of
+from .disk import PrefixDisk
+from .encoding import can_encode, encoded, joined_description
 from .expected import ExpectedPrefix
-from .prompt_path import PromptPath, Salt, stems
+from .prompt_path import DRAFTS, PromptPath, Salt, stems
 from .store import PrefixStore
+from .tree import PrefixNode
+
+Pieces: TypeAlias = Callable[[], Iterator[Buffer]]
+"""The content of a file, in pieces of any size; for a thread that may wait."""
 
 
 class CachedRows(NamedTuple):
@@ -20,10 +29,10 @@ class CachedRows(NamedTuple):
 
 
 class PrefixLookup:
-    """Reads the tree in memory and the names of files, and changes neither. Any thread.
+    """Reads the tree in memory and files, and changes neither. Any thread, but for `export`.
 
-    An answer is a forecast: a prefix may be evicted afterwards, may have no room beside requests in
-    progress, or its file may turn out to be damaged.
+    What `find` returns is a forecast: a prefix may be evicted afterwards, may have no room beside
+    requests in progress, or its file may turn out to be damaged.
     """
 
     def __init__(self, store: PrefixStore, schedule: Schedule) -> None:
@@ -35,14 +44,14 @@ class PrefixLookup:
         self, key: str, prompt: Sequence[int], salt: Salt, *, drafts: bool, context_length: int
     ) -> ExpectedPrefix:
         """The states of a prompt that are worth a transfer from another runner."""
-        path = PromptPath(prompt, self._schedule.ends(prompt), salt, drafts)
+        path = self._path(prompt, salt, drafts=drafts)
         names = dict(stems(path.inner.forwards()))
         beyond = self.find(prompt, salt, drafts=drafts).rows
         return ExpectedPrefix(key, names, beyond, drafts, context_length)
 
     def find(self, prompt: Sequence[int], salt: Salt = b"", *, drafts: bool) -> CachedRows:
         """The prefix that a request would begin after. `drafts`: with a draft state."""
-        path = PromptPath(prompt, self._schedule.ends(prompt), salt, drafts)
+        path = self._path(prompt, salt, drafts=drafts)
         cached, disk = CachedRows(), self._store.disk
         if (node := self._store.memory.longest(path)) is not None:
             cached = CachedRows(node.end, "memory", node.path_bytes)
@@ -51,3 +60,74 @@ class PrefixLookup:
             if rows > cached.rows:
                 cached = CachedRows(rows, "disk", size)
         return cached
+
+    def export(
+        self, key: str, prompt: Sequence[int], salt: Salt = b"", *, drafts: bool
+    ) -> Pieces | None:
+        """Compute thread: the content of the longest prefix as a file of `key`; None if nothing is
+        cached.
+
+        Computes nothing: the arrays of a state are evaluated and contiguous. They stay in memory as
+        long as the content is used, though the cache may drop them meanwhile. `drafts`: only
+        prefixes with a draft state.
+        """
+        path = self._path(prompt, salt, drafts=drafts)
+        node, disk = self._store.memory.longest(path), self._store.disk
+        rows = 0 if disk is None else disk.longest(path)[0]
+        if node is not None and node.end >= rows and can_encode(node):
+            return _of_node(node, key)
+        if disk is None or not rows:
+            return None
+        return lambda: _of_files(disk, path, key)
+
+    def _path(self, prompt: Sequence[int], salt: Salt, *, drafts: bool) -> PromptPath:
+        return PromptPath(prompt, self._schedule.ends(prompt), salt, drafts)
+
+
+def _of_node(node: PrefixNode, key: str) -> Pieces:
+    drafts = node.is_usable(drafts=True)
+    description, tensors = encoded(node.path, 0, drafts=drafts)
+    *_, (_, stem) = node.stems
+    described = description | _identity(key, stem + DRAFTS * drafts)
+    return lambda: pieces_of(described, tensors, lambda: None)
+
+
+def _of_files(disk: PrefixDisk, path: PromptPath, key: str) -> Iterator[Buffer]:
+    """Joins the files of a prefix, parents first. Reads one tensor at a time.
+
+    Raises OSError, ValueError or a parser's error for a file that is gone or was changed.
+    """
+    files = disk.descriptions(path)
+    joined = joined_description([description for _, description in files])
+    described = joined.description | _identity(key, joined.description["name"])
+    sources = [
+        _FileTensors(file, names) for (file, _), names in zip(files, joined.tensors, strict=True)
+    ]
+    entries = dict[str, TensorEntry]()
+    for each in sources:
+        entries |= each.entries()
+    yield header_of(described, entries)
+    for each in sources:
+        yield from each.data()
+
+
+def _identity(key: str, name: str) -> dict[str, Any]:
+    return {"key": key, "name": name, "parent": None, "model": ""}
+
+
+class _FileTensors(NamedTuple):
+    """Some tensors of one file, with the names that they get."""
+
+    path: Path
+    names: Mapping[str, str]
+
+    def entries(self) -> Iterator[tuple[str, TensorEntry]]:
+        with opened(self.path) as file:
+            for name, new_name in self.names.items():
+                dtype, shape, checksum = file.description["tensors"][name]
+                yield new_name, TensorEntry(dtype, shape, checksum, file.tensor_bytes(name))
+
+    def data(self) -> Iterator[Buffer]:
+        with opened(self.path) as file:
+            for name in self.names:
+                yield file.tensor(name)[2]

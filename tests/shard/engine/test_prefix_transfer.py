@@ -63,17 +63,17 @@ def test_a_draft_state_moves_with_a_request_that_does_not_draft() -> None:
 def test_without_a_draft_state_nothing_is_sent_to_a_request_that_drafts() -> None:
     source = engine_in_memory()
     _ = answer(source, request(FIRST, 0, TOKENS))
-    export = source.prefix_export(KEY)
-    assert export.find(FIRST, drafts=True) is None
-    assert export.find(FIRST, drafts=False) is not None
-    assert export.find(FIRST, b"another salt", drafts=False) is None
-    assert export.find(ALIEN, drafts=False) is None
+    export = source.prefix_lookup.export
+    assert export(KEY, FIRST, drafts=True) is None
+    assert export(KEY, FIRST, drafts=False) is not None
+    assert export(KEY, FIRST, b"another salt", drafts=False) is None
+    assert export(KEY, ALIEN, drafts=False) is None
 
 
 def test_a_state_outlives_its_eviction_while_it_is_sent() -> None:
     source, target = engine_in_memory(), engine_in_memory()
     _ = answer(source, request(FIRST, 2, TOKENS))
-    pieces = source.prefix_export(KEY).find(FIRST, drafts=True)
+    pieces = source.prefix_lookup.export(KEY, FIRST, drafts=True)
     assert pieces is not None
     cache_of(source).evict()
     state = received(target, request(FIRST, 2, TOKENS), b"".join(pieces()))

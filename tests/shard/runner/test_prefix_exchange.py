@@ -51,10 +51,9 @@ class Runner:
 
     def __post_init__(self) -> None:
         limits = StageLimits(self.placement, 0, "float32", 64, 160, 4096, 4096)
-        export = self.engine.prefix_export(self.key)
-        self.sender = PrefixSender(limits, self.key, export, self.compute)
-        credentials = channel_credentials(runner_credentials(NODE, CLUSTER))
         lookup = self.engine.prefix_lookup
+        self.sender = PrefixSender(limits, self.key, lookup, self.compute)
+        credentials = channel_credentials(runner_credentials(NODE, CLUSTER))
         self.fetcher = PrefixFetcher(self.key, credentials, lookup, ROOM, 4096)
         self.service = GeneratorService(
             limits, self.engine, self.compute, ANY, self.sender, self.fetcher
@@ -263,7 +262,7 @@ class Script(SERVICER):
 
 
 def chunks_of(prompt: list[int], source: Runner) -> list[bytes]:
-    pieces = source.engine.prefix_export(source.key).find(prompt, drafts=True)
+    pieces = source.engine.prefix_lookup.export(source.key, prompt, drafts=True)
     assert pieces is not None
     data = b"".join(pieces())
     return [data[begin : begin + 50_000] for begin in range(0, len(data), 50_000)]
