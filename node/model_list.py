@@ -170,7 +170,7 @@ class ModelList:
         return next((r for r in records if r.status in ("ready", "restoring")), None)
 
     def _unloads_in_s(self, record: LoadedPlacement | None) -> float | None:
-        """Seconds until it unloads, if it is not used meanwhile; None: it stays."""
+        """Seconds until it unloads, if it is not used meanwhile, or None if it stays."""
         if record is None:
             return None
         in_use = record.activity.requests > 0

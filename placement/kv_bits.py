@@ -30,7 +30,7 @@ class KvBits:
     """The bits of a placement's caches, with the source and the reason."""
 
     bits: int = 0
-    """The bits of a number in attention's caches; 0: they are not quantised."""
+    """The bits of a number in attention's caches, or 0 if they are not quantised."""
     source: Source = "card"
     """Whose value that is."""
     reason: str = ""

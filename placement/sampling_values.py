@@ -36,7 +36,7 @@ class SourcedValue(TypedDict):
 
 
 def usable_value(name: str, value: object) -> float | None:
-    """The value of a parameter as a file or a peer has it; None: it is none of its values."""
+    """The value of a parameter as a file or a peer has it, or None if it is none of its values."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     low, high = _BOUNDS[name]

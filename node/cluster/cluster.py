@@ -249,7 +249,7 @@ class Cluster:
         self._news.notify()
 
     def exchange_s(self, node: NodeId) -> float:
-        """Seconds that a heartbeat there and back takes of late; 0: none was answered yet."""
+        """Seconds that a heartbeat there and back takes of late, or 0 if none was answered yet."""
         member = self._members.get(node)
         return 0.0 if member is None else member.exchange_s
 

@@ -44,7 +44,7 @@ class JoinCall:
     failures: int = 0
     """Calls in a row that got no proper answer."""
     again_s: float | None = None
-    """The delay after the call in progress; None: there is nothing more to ask."""
+    """The delay after the call in progress, or None if there is nothing more to ask."""
     application: JoinApplication | None = None
 
 
@@ -137,7 +137,7 @@ class CallState:
         self.calls = {a: call for a, call in self.calls.items() if call.application is None}
 
     def _delay_s(self, call: JoinCall, refusal: str | None) -> float | None:
-        """The pause before the next call; None: there is nothing more to ask there."""
+        """The pause before the next call, or None if there is nothing more to ask there."""
         if refusal is None:
             delay_s = self.timing.retry_s * 2 ** (call.failures + 1)
             return min(delay_s, self.timing.max_retry_s)

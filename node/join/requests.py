@@ -51,7 +51,7 @@ class Bucket:
         self._updated_at = 0.0
 
     def wait_s(self, now: float) -> float:
-        """Seconds until there is a token; 0: there is one."""
+        """Seconds until there is a token, or 0 if there is one."""
         return max(0.0, (1 - self._tokens_at(now)) * self._refill_s)
 
     def take(self, now: float) -> None:

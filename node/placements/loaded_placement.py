@@ -97,12 +97,12 @@ class LoadedPlacement:
     """The model was ready before: clients wait for this load as for a restoration."""
     activity: Final[Activity] = field(default_factory=Activity)
     placement: ObservedPlacement | None = None
-    """Its runners as they were seen last; None: it has none."""
+    """Its runners as they were seen last, or None if it has none."""
     chips: Mapping[NodeId, str] = field(default_factory=dict[NodeId, str])
     """Backend and chip by node: the numbers that MLX computes follow from them."""
     begun_at: float = field(default_factory=time.monotonic)
     lost_at: float | None = None
-    """Since when a stage is missing; None: none is."""
+    """Since when a stage is missing, or None if none is."""
     why: str = ""
     """Why a stage is missing."""
     step: str = ""

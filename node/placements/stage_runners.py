@@ -187,7 +187,7 @@ class ClusterStages(RunnerClient):
         return state
 
     def _cpu_s_of(self, node: NodeId, placement: PlacementId, stage: int) -> float | None:
-        """The CPU time of a runner, by its node; None: it serves nothing there."""
+        """The CPU time of a runner, by its node, or None if it serves nothing there."""
         if node == self._self:
             return self.local.cpu_s_of(placement, stage)
         states = self._cluster.stages(node)

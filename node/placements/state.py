@@ -111,7 +111,7 @@ class LiveNode:
     heard_at: float = inf
     """When it reported this; inf: it is this node, and all is as it is now."""
     stages: Sequence[pb.StageState] | None = field(default=None, compare=False)
-    """The runners that it reports; None: it was not asked."""
+    """The runners that it reports, or None if it was not asked."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,7 @@ class ModelFetcher:
         raise PeerLost(f"no node describes {model}: {'; '.join(refusals)}")
 
     def layout(self, model: ModelId) -> Sequence[Tensor] | None:
-        """A model's tensors, by its files or headers on this disk; None: none are. Blocks."""
+        """A model's tensors, by its files or headers on this disk, or None if none are. Blocks."""
         try:
             local = self._library.get(model)
             if local.folder is not None:

@@ -89,7 +89,7 @@ class HubCache:
         return snapshot
 
     def find(self, model: ModelId) -> Path | None:
-        """The whole snapshot of the model that `models` calls so; None: there is none.
+        """The whole snapshot of the model that `models` calls so, or None if there is none.
 
         Raises InvalidCheckpoint for one that cannot be read.
         """

@@ -291,7 +291,7 @@ class TextStream:
 
 
 def _configured_ends(folder: Path) -> list[int] | None:
-    """The end tokens of config.json; None: it names none."""
+    """The end tokens of config.json, or None if it names none."""
     config = read_config(folder) if (folder / "config.json").exists() else {}
     value = config.get("eos_token_id")
     return [value] if isinstance(value, int) else value

@@ -65,7 +65,7 @@ def _listed(value: object) -> list[object]:
 
 
 def decode(body: bytes, room: Room | None = None) -> JsonValue:
-    """The value of `body`. `room`: of several texts of one request; None: it is the only one.
+    """The value of `body`. `room`: of several texts of one request, or None if it is the only one.
 
     Raises InvalidRequest for malformed UTF-8 or JSON, too many elements, duplicate names, lone
     surrogates, NaN, infinity and numbers beyond 64 bits; `param` is the path of the fault if it has

@@ -87,7 +87,7 @@ class ModelFiles(Protocol):
         ...
 
     async def remove_name(self, name: str) -> bool:
-        """Takes a name of `add_name` back; False: there is no profile of that name."""
+        """Takes a name of `add_name` back; returns whether there was a profile of that name."""
         ...
 
 

@@ -23,7 +23,7 @@ from .responses_schema import ResponsesBody
 
 Kind = Literal["message", "reasoning"]
 End = Finished | HttpFault | None
-"""How an answer ended; None: it was cancelled."""
+"""How an answer ended, or None if it was cancelled."""
 
 
 @final

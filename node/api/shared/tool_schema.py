@@ -51,7 +51,7 @@ def tool_for_template(
     *,
     deferred: bool = False,
 ) -> dict[str, Any]:
-    """A tool for a chat template. `parameters`: its JSON schema; None: it takes none.
+    """A tool for a chat template. `parameters`: its JSON schema, or None if it takes none.
 
     `deferred`: the template does not list it, since the result of a search has or will have its
     schema (`schemas_text`). It can be called like any other.
