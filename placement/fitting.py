@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from .card import ModelCard
 from .cluster import ClusterView, StageAssignment
+from .context import LEAST
 from .cost import ModelSizes
 from .errors import InsufficientMemory
 from .ids import NodeId
-from .options import DEFAULT_CONTEXT
+from .options import usual_context
 from .plan import loaded_card, plan, seconds_now
 
 
@@ -18,7 +19,7 @@ class Fit:
 
     nodes: int
     needed_bytes: int
-    """On one node, with KV for a usual context and the headroom."""
+    """On one node, with the headroom and KV for a usual context, or the longest shorter one."""
     seconds: float
     """A token, predicted; 0 where it does not fit."""
     context: int
@@ -62,8 +63,8 @@ def fit(card: ModelCard, view: ClusterView) -> Fit:
     try:
         best = plan(card, view)
     except InsufficientMemory as fault:
-        return Fit(0, _needed(card), 0.0, 0, fault.message)
-    needed = _needed(loaded_card(card, best))
+        return Fit(0, _needed(card, LEAST), 0.0, 0, fault.message)
+    needed = _needed(loaded_card(card, best), best.context_length)
     why = (best.dtype, best.dtype_reason)
     nodes = tuple(stage.node for stage in best.stages)
     return Fit(
@@ -83,6 +84,6 @@ def _is_measured(view: ClusterView, nodes: Sequence[NodeId], dtype: str) -> bool
     return all(view.node(node).profile is not None for node in nodes)
 
 
-def _needed(card: ModelCard) -> int:
-    sizes = ModelSizes.of(card, min(card.context_length, DEFAULT_CONTEXT))
+def _needed(card: ModelCard, context: int) -> int:
+    sizes = ModelSizes.of(card, min(context, usual_context(card)))
     return sizes.need(0, card.num_layers, generator=True)

@@ -23,7 +23,7 @@ class PlanOptions:
     max_nodes: int | None = None
     context: int | None = None
     """Tokens of KV to keep room for; None: nodes are chosen for the card's context, at most
-    DEFAULT_CONTEXT, and the memory that they have left may lengthen it."""
+    DEFAULT_CONTEXT, and their memory may lengthen or shorten it."""
     exclude: frozenset[NodeId] = frozenset()
     """Nodes that are not used; they need not be live."""
     nodes: tuple[NodeId, ...] = ()
@@ -34,6 +34,8 @@ class PlanOptions:
     """Bits a number in attention's caches; 0: not quantised; None: by the setting or the card."""
     frugal: bool = False
     """No more memory than it takes: no lengthened context, no float32 where 16 bits would do."""
+    shorten: bool = True
+    """A context that was not requested may be shorter than usual where nothing else fits."""
 
     def describe(self, name: Callable[[NodeId], str]) -> str:
         """The bounds that differ from the defaults, for a person; `name`: of a node."""
@@ -215,9 +217,14 @@ def _pinned_sizes(card: ModelCard, size: int, options: PlanOptions) -> tuple[int
     return size, size
 
 
+def usual_context(card: ModelCard) -> int:
+    """Tokens that nodes are chosen for where no context was requested."""
+    return min(card.context_length, DEFAULT_CONTEXT)
+
+
 def _context(card: ModelCard, requested: int | None) -> int:
     if requested is None:
-        return min(card.context_length, DEFAULT_CONTEXT)
+        return usual_context(card)
     if not 1 <= requested <= card.context_length:
         raise InvalidRequest(
             f"context is {requested} tokens; {card.id} takes 1 to {card.context_length}",

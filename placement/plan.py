@@ -7,21 +7,23 @@ from .candidates import PlacementTask, candidate
 from .card import ModelCard
 from .chunk import MOST, prefill_chunk, prefill_seconds
 from .cluster import ClusterView, StageAssignment
-from .context import context_reason, longest_context
+from .context import LEAST, context_reason, fitting_context, longest_context
 from .cost import ASSUMED_MTP_SPEEDUP, layer_seconds, seconds_per_token, stage_bytes
 from .dtype import CHECKPOINTS
+from .errors import InsufficientMemory
 from .ids import ModelId
 from .kv_bits import UNQUANTISED, KvBits, cached_in, choose_kv_bits
-from .options import ANY, DEFAULT_CONTEXT, PlanOptions, limits_of
+from .options import ANY, DEFAULT_CONTEXT, PlanOptions, limits_of, usual_context
 from .reasons import (
     caches_reason,
     choice_reason,
     drafting_reason,
     insufficient_memory,
     mtp_off_reason,
+    with_context,
 )
 from .split_refusal import EMBEDDER, MAY_BE_SPLIT, SplitRefusal
-from .weighing import PlanRequest, WeighedCandidate, rank, weigh_manual_split
+from .weighing import PlanRequest, Ranking, WeighedCandidate, rank, weigh_manual_split
 
 __all__ = [
     "ASSUMED_MTP_SPEEDUP",
@@ -162,6 +164,43 @@ def preview(
     kv_bits = choose_kv_bits(card, view, options.kv_bits)
     card = cached_in(card, kv_bits.bits)
     request = PlanRequest(card, view, options, pipeline_refusal, mtp, kv_bits)
+    try:
+        return _preview(request, native_mtp=native_mtp)
+    except InsufficientMemory as fault:
+        context = _fitting_context(request)
+        if options.context is not None or not options.shorten:
+            raise with_context(fault, context) from None
+    shortened = max(context, min(LEAST, usual_context(card)))
+    try:
+        return _preview(replace(request, context=shortened), native_mtp=native_mtp)
+    except InsufficientMemory as fault:
+        raise with_context(fault, context) from None
+
+
+def _fitting_context(request: PlanRequest) -> int:
+    """The longest context below the one that fits nowhere; 0: none is short enough.
+
+    Where a head may draft, it is not given up for a longer context, down to LEAST.
+    """
+
+    def fits(tokens: int, *, drafting: bool = False) -> bool:
+        try:
+            ranked, _ = _ranked(replace(request, context=tokens))
+        except InsufficientMemory:
+            return False
+        return any(choice.candidate.speedup for choice in ranked) if drafting else True
+
+    below = request.options.context or usual_context(request.card)
+    if request.mtp:
+        context = fitting_context(below, lambda tokens: fits(tokens, drafting=True))
+        if context >= LEAST:
+            return context
+    return fitting_context(below, fits)
+
+
+def _ranked(request: PlanRequest) -> tuple[list[WeighedCandidate], Ranking]:
+    """All choices, the best first; a manual split before them. Raises InsufficientMemory."""
+    options = request.options
     manual = weigh_manual_split(request) if options.layers else None
     free = options if manual is None else replace(options, layers=(), nodes=())
     ranking = rank(replace(request, options=free))
@@ -170,7 +209,12 @@ def preview(
         stages = manual.candidate.stages
         ranked = [manual, *(other for other in ranked if other.candidate.stages != stages)]
     if not ranked:
-        raise insufficient_memory(ranking.task, options, pipeline_refusal)
+        raise insufficient_memory(ranking.task, options, request.refusal)
+    return ranked, ranking
+
+
+def _preview(request: PlanRequest, *, native_mtp: bool) -> Preview:
+    ranked, ranking = _ranked(request)
     best, *others = ranked
     bound = min(ranking.floor, *(choice.candidate.seconds for choice in ranked))
     runner_up = None

@@ -6,10 +6,12 @@ from itertools import accumulate
 from .candidates import Candidate, PlacementTask, candidate
 from .card import ModelCard
 from .cluster import layer_range
+from .context import fitting_context
+from .cost import ModelSizes
 from .drafting import split_reason, undeclared_reason
 from .errors import InsufficientMemory
 from .kv_bits import KvBits, cached_in
-from .options import PlanOptions
+from .options import PlanOptions, usual_context
 from .search import EXACT_NODES
 from .split_refusal import SplitRefusal
 
@@ -31,10 +33,14 @@ def choice_reason(
 
     `floor`: seconds a token that no placement outside the search can beat.
     """
+    context, most = task.limits.context, task.card.context_length
+    short = ""
+    if options.context is None and context < usual_context(task.card):
+        short = f", with {context:,} of the model's {most:,} tokens of context for lack of memory"
     if len(best.nodes) == 1:
-        text = _why_alone(task, best, ranked)
+        text = _why_alone(task, best, ranked, short)
     else:
-        text = _why_split(task, best, ranked, options)
+        text = _why_split(task, best, ranked, options, short)
     if refusal:
         text += f"; not split{' elsewhere' if refusal.borders else ''}: {refusal}"
     if floor < best.seconds and not options.layers:
@@ -45,7 +51,10 @@ def choice_reason(
     return text
 
 
-def _why_alone(task: PlacementTask, best: Candidate, ranked: Sequence[Candidate]) -> str:
+def _why_alone(
+    task: PlacementTask, best: Candidate, ranked: Sequence[Candidate], short: str
+) -> str:
+    """`short`: a clause on a shortened context; as in `_why_split`."""
     able = sum(len(other.nodes) == 1 for other in ranked)
     if len(task.limits.nodes) == 1:
         choice = "the only node" if not task.limits.pinned else "the node that was named"
@@ -55,7 +64,7 @@ def _why_alone(task: PlacementTask, best: Candidate, ranked: Sequence[Candidate]
         choice = f"the fastest of {able} nodes with enough memory"
     if any(len(other.nodes) > 1 for other in ranked):
         choice += ", and quicker than any split"
-    text = f"{best}: {choice} ({memory_needed(task)})"
+    text = f"{best}: {choice}{short} ({memory_needed(task)})"
     if best.speedup:
         return f"{text}; {_speedup(best)}"
     no_mtp = mtp_off_reason(task, best)
@@ -63,7 +72,11 @@ def _why_alone(task: PlacementTask, best: Candidate, ranked: Sequence[Candidate]
 
 
 def _why_split(
-    task: PlacementTask, best: Candidate, ranked: Sequence[Candidate], options: PlanOptions
+    task: PlacementTask,
+    best: Candidate,
+    ranked: Sequence[Candidate],
+    options: PlanOptions,
+    short: str,
 ) -> str:
     ranges = ", ".join(
         f"{node.name} {layer_range(stage.first_layer, stage.end_layer)}"
@@ -81,7 +94,7 @@ def _why_split(
     else:
         cause = f"no node alone has enough memory ({memory_needed(task)})"
     no_mtp = "; no native MTP: it runs only where one node holds the whole model"
-    return f"{best}: {ranges}, because {cause}" + (no_mtp if task.mtp else "")
+    return f"{best}: {ranges}{short}, because {cause}" + (no_mtp if task.mtp else "")
 
 
 def _speedup(single: Candidate) -> str:
@@ -111,11 +124,20 @@ def mtp_off_reason(task: PlacementTask, best: Candidate) -> str:
     if len(best.nodes) > 1:
         return split_reason(len(best.nodes))
     node = task.view.node(best.stages[0].node)
-    need = task.sizes.need(0, task.card.num_layers, generator=True, mtp=True)
+
+    def need_of(context: int) -> int:
+        sizes = ModelSizes.of(task.card, context)
+        return sizes.need(0, task.card.num_layers, generator=True, mtp=True)
+
+    need = need_of(task.limits.context)
+    context = fitting_context(
+        task.limits.context, lambda tokens: need_of(tokens) <= node.memory_bytes
+    )
+    shorter = f"ask for a context of up to {context:,} tokens (context = {context}) or "
     return (
         f"with the MTP head {task.card.id} needs {_gigabytes_up(need)}, and {node.name} has "
-        f"{_gigabytes_down(node.memory_bytes)}; free memory there, ask for a shorter context or "
-        "choose a smaller quantisation"
+        f"{_gigabytes_down(node.memory_bytes)}; free memory there{', ' if context else ' or '}"
+        f"{shorter if context else ''}choose a smaller quantisation"
     )
 
 
@@ -163,7 +185,7 @@ def manual_split(task: PlacementTask, counts: Sequence[int]) -> Candidate:
                 f"layers gives {node.name} {layer_range(first, end)} of {task.card.id}{ends_too}, "
                 f"which need {_gigabytes_up(need)} with {task.limits.context:,} tokens of context "
                 f"and headroom, and it has {_gigabytes_down(node.memory_bytes)}; give it fewer "
-                "layers, free memory there or ask for a shorter context",
+                "layers or free memory there",
                 param="layers",
             )
     return candidate(task, task.limits.nodes, counts)
@@ -179,7 +201,7 @@ def insufficient_memory(
         holders = "set of the nodes that were named"
     else:
         holders = "node" if most == 1 else f"set of {most} nodes or fewer"
-    remedies = ["free memory", "add a node", "ask for a shorter context"]
+    remedies = ["free memory", "add a node"]
     if options.max_nodes is not None and options.max_nodes < len(nodes):
         remedies.append(f"raise max_nodes = {options.max_nodes}")
     if options.exclude:
@@ -190,6 +212,14 @@ def insufficient_memory(
         f"{task.card.id} needs {memory_needed(task)}, and no {holders} can hold it{cannot}: "
         f"{has}; {', '.join(remedies)} or choose a smaller quantisation"
     )
+
+
+def with_context(fault: InsufficientMemory, context: int) -> InsufficientMemory:
+    """`fault` with the longest context that fits; as it is where none does (0)."""
+    if not context:
+        return fault
+    text = f"{fault.message}; it fits with a context of up to {context:,} tokens"
+    return InsufficientMemory(f"{text} (context = {context})", param=fault.param)
 
 
 def memory_needed(task: PlacementTask) -> str:

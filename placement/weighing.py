@@ -28,11 +28,14 @@ class PlanRequest:
     mtp: bool
     """Whether the card declares a head and the operator lets it draft."""
     kv_bits: KvBits
+    context: int | None = None
+    """Tokens in place of those of `options`, which fit nowhere."""
 
     def task(self, dtype: str) -> PlacementTask:
         """The task in `dtype`. Raises InvalidRequest and InsufficientMemory as `limits_of` does."""
         view = self.view.measured_in(dtype)
         limits = limits_of(self.card, view, self.options, self.refusal)
+        limits = replace(limits, context=self.context or limits.context)
         return PlacementTask(self.card.computed_in(dtype), view, limits, self.mtp)
 
 

@@ -33,7 +33,8 @@ export function facts(model, nodes) {
 export function fits({ fits: fit }) {
   if (!fit) return "size not checked";
   if (fit.nodes === 0) return `does not fit: needs ${bytes(fit.needed_bytes)}`;
-  return fit.nodes === 1 ? "fits on one node" : `fits over ${plural(fit.nodes, "node")}`;
+  const context = fit.shortened ? ` with ${whole(fit.context_length)} tokens of context` : "";
+  return `fits ${fit.nodes === 1 ? "on one node" : `over ${plural(fit.nodes, "node")}`}${context}`;
 }
 
 export const speed = ({ fits: fit }) => fit?.tokens_per_second > 0 && `${fit.estimated === false ? "" : "estimated "}${rate(fit.tokens_per_second)} tok/s`;

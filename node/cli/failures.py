@@ -31,7 +31,7 @@ _ALL_FIELDS: Final = f"{_PLACEMENT_FIELDS}|num_draft_tokens|max_tokens"
 
 def as_flags(text: str, fields: str = _PLACEMENT_FIELDS) -> str:
     """`text` of the API with fields as flags: `--min-nodes 1` for `min_nodes = 1`."""
-    pattern = rf"'?(?<![\w-])({fields})\b'?( = )?"
+    pattern = rf"'?(?<![\w-])({fields}|context(?= = \d))\b'?( = )?"
     return re.sub(pattern, lambda m: f"--{m[1].replace('_', '-')}{' ' * bool(m[2])}", text)
 
 

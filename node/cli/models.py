@@ -268,17 +268,16 @@ def _recommendation_row(entry: Mapping[str, Any], place: str) -> tuple[str, ...]
 
 
 def fit_text(entry: Mapping[str, Any]) -> str:
-    """How many nodes the model would need if nothing else ran."""
+    """How many nodes the model would need if nothing else ran, and its context if that is short."""
     fit: Mapping[str, Any] = entry.get("fits") or {}
     match fit.get("nodes"):
         case None:
             return "-"
         case 0:
             return f"no: needs {size(fit.get('needed_bytes'))}"
-        case 1:
-            return "yes"
         case nodes:
-            return f"on {nodes} nodes"
+            where = "yes" if nodes == 1 else f"on {nodes} nodes"
+            return where + (f", {fit['context_length']:,} tokens" if fit.get("shortened") else "")
 
 
 def _mtp_text(entry: Mapping[str, Any]) -> str:

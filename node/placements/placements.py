@@ -360,7 +360,7 @@ class Placements:
         others = [each for each in self._wishes() if each.model != model]
         here = self._situation([desired, *others], self._facts.nodes())
         free = free_with_evictions(here, desired)
-        planned = self._view.plan(desired, free, frugal=True, strict=True)
+        planned = self._view.plan(desired, free, frugal=True, shorten=True, strict=True)
         if isinstance(planned, ExoNodeError):
             self._events.add("load_failed", f"{model} could not be placed: {planned}", model=model)
             raise planned

@@ -41,6 +41,7 @@ class PlannerView:
         free: Mapping[NodeId, int],
         *,
         frugal: bool,
+        shorten: bool = False,
         strict: bool = False,
     ) -> StagedPlan | ExoNodeError:
         """`strict`: with just the bounds that are desired, whichever nodes are live."""
@@ -55,7 +56,7 @@ class PlannerView:
         )
         live = {node.id for node in nodes}
         options = desired.options if strict else relaxed(desired.options, live)
-        bounds = replace(options, frugal=frugal)
+        bounds = replace(options, frugal=frugal, shorten=shorten)
         refusal = self._facts.split_refusal(desired.model)
         planned = self._ask((card, replace(view, nodes=nodes), bounds, refusal))
         if isinstance(planned, ExoNodeError):

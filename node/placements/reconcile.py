@@ -340,18 +340,22 @@ def _load(here: Situation, desired: Desired, *, frugal: bool) -> None:
     free = {n: unused for n, unused in here.free.items() if n not in barred}
     planned = _plan(here, desired, free, again=permission == "again", frugal=frugal)
     if isinstance(planned, StagedPlan):
-        if model in here.observed.given_up:
-            here.actions.append(Retry(model))
-        here.serial += 1
-        name = here.view.name(here.serial)
-        why = "it is requested" if desired.requested else "its first use"
-        for stage, node in enumerate(planned.nodes):
-            here.load(Load(RunnerKey(node, name, stage), planned, why))
+        _load_stages(here, desired, planned)
     elif loads and permission == "yes" and model not in here.observed.proven:
         last = loads[-1]
         _give_up(here, desired, last.at + here.pause_s(desired), last.error)
-    elif permission != "elsewhere":
-        make_room(here, desired, planned)
+    elif permission != "elsewhere" and (shortened := make_room(here, desired, planned)):
+        _load_stages(here, desired, shortened)
+
+
+def _load_stages(here: Situation, desired: Desired, planned: StagedPlan) -> None:
+    if desired.model in here.observed.given_up:
+        here.actions.append(Retry(desired.model))
+    here.serial += 1
+    name = here.view.name(here.serial)
+    why = "it is requested" if desired.requested else "its first use"
+    for stage, node in enumerate(planned.nodes):
+        here.load(Load(RunnerKey(node, name, stage), planned, why))
 
 
 def _plan(

@@ -16,10 +16,11 @@ from .state import GiveUp, Release, StagedPlan
 Holder = tuple[Desired, ObservedPlacement]
 
 
-def make_room(here: Situation, desired: Desired, error: ExoNodeError) -> None:
+def make_room(here: Situation, desired: Desired, error: ExoNodeError) -> StagedPlan | None:
     """Waits for memory that is about to be free, unloads idle models, or shrinks them.
 
-    Gives up with `error` where nothing that may give way is enough.
+    Where nothing that may give way is enough, returns a plan with a shortened context, which may
+    be loaded now. Gives up with `error` where that does not fit either.
     """
     replaced = [
         runner
@@ -32,13 +33,29 @@ def make_room(here: Situation, desired: Desired, error: ExoNodeError) -> None:
     planned = here.view.plan(desired, free, frugal=True)
     if isinstance(planned, StagedPlan):
         here.reserve(planned)  # no other model takes what it waits for
-        return
+        return None
     waits = desired.model in here.observed.waiting
     requested = desired.requested and not here.placements[desired.model]
-    if (waits or requested) and (_evict(here, desired, free) or _shrink(here, desired, free)):
-        return
+    if waits or requested:
+        if _evict(here, desired, free) or _shrink(here, desired, free):
+            return None
+        free = {node: size for node, size in free.items() if node not in here.doubtful()}
+        planned = here.view.plan(desired, free, frugal=True, shorten=True)
+        if isinstance(planned, StagedPlan):
+            return _if_free(here, planned)
+        error = planned
     if waits or desired.model not in here.observed.given_up:
         here.actions.append(GiveUp(desired.model, here.now, inf, error, no_room=True))
+    return None
+
+
+def _if_free(here: Situation, planned: StagedPlan) -> StagedPlan | None:
+    """The plan, if its memory is free by now; else none, and its memory is reserved."""
+    parts = zip(planned.nodes, planned.memory, strict=True)
+    if all(size <= here.free.get(node, 0) for node, size in parts):
+        return planned
+    here.reserve(planned)
+    return None
 
 
 def free_with_evictions(here: Situation, desired: Desired) -> dict[NodeId, int]:

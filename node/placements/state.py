@@ -185,9 +185,17 @@ class PlanningView(Protocol):
     timing: Timing
 
     def plan(
-        self, desired: Desired, free: Mapping[NodeId, int], *, frugal: bool
+        self,
+        desired: Desired,
+        free: Mapping[NodeId, int],
+        *,
+        frugal: bool,
+        shorten: bool = False,
     ) -> "StagedPlan | ExoNodeError":
-        """A plan for `desired.options` within `free` bytes by node, or why there is none."""
+        """A plan for `desired.options` within `free` bytes by node, or why there is none.
+
+        `shorten`: with less than the usual context where that fits nowhere.
+        """
         ...
 
     def seconds(self, plan: StagedPlan, nodes: Sequence[NodeId]) -> float:

@@ -13,6 +13,7 @@ from ...placement.config import ENCODERS
 from ...placement.drafting import HeadState
 from ...placement.fitting import Fit, fit
 from ...placement.ids import ModelId
+from ...placement.options import usual_context
 from ...placement.sampling_values import model_sampling
 from ...shard.checkpoint.vision_extra import ADD_ENCODERS, has_extra
 from .library import FileFacts, KnownModel, ModelLibrary
@@ -39,6 +40,7 @@ def facts(card: ModelCard, fit: Fit, files: FileFacts) -> dict[str, Any]:
             "nodes": fit.nodes,
             "needed_bytes": fit.needed_bytes,
             "context_length": fit.context or None,
+            "shortened": 0 < fit.context < usual_context(card),
             "tokens_per_second": round(1 / fit.seconds, 1) if writes else None,
             "estimated": not fit.is_measured if writes else None,
             "reason": fit.reason or None,
@@ -96,7 +98,8 @@ def mtp_words(card: ModelCard, head: HeadState) -> str:
 def recommended(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Entries of the catalogue that fit and answer, the best first; at most one of each model.
 
-    Those at a readable speed come first, of them those with native MTP; then the most weights
+    Those with a usual context come first, then those at a readable speed, of them those with native
+    MTP; then the most weights
     count, and of one model the format with the most bits.
     """
     answering = [e for e in entries if "embeddings" not in (e.get("capabilities") or ())]
@@ -110,7 +113,13 @@ def recommended(entries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]
 def _rank(entry: Mapping[str, Any]) -> tuple[object, ...]:
     speed = entry["fits"].get("tokens_per_second") or 0.0
     bits = entry.get("quantization") or 16
-    return (speed < READABLE, not entry.get("drafts"), -entry["size_bytes"] / bits, -bits)
+    return (
+        entry["fits"].get("shortened", False),
+        speed < READABLE,
+        not entry.get("drafts"),
+        -entry["size_bytes"] / bits,
+        -bits,
+    )
 
 
 def on_disk(library: ModelLibrary, view: ClusterView) -> list[dict[str, Any]]:

@@ -8,13 +8,15 @@ from hypothesis import strategies as st
 
 from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import ClusterView, NodeFacts
-from exo_node.placement.context import STEP
+from exo_node.placement.context import LEAST, STEP
 from exo_node.placement.cost import stage_bytes
 from exo_node.placement.errors import InsufficientMemory
+from exo_node.placement.fitting import fit
 from exo_node.placement.ids import NodeId
 from exo_node.placement.options import DEFAULT_CONTEXT, PlanOptions
 from exo_node.placement.parse_card import parse_card
 from exo_node.placement.plan import Placement, plan
+from exo_node.placement.reasons import first_clause
 
 MOST = 262_144
 
@@ -87,6 +89,57 @@ def test_a_short_context_is_not_spoken_of() -> None:
     assert "whole context" not in found.reason
 
 
+@pytest.mark.parametrize("most", [MOST, DEFAULT_CONTEXT, 20_000])
+def test_a_context_that_fits_nowhere_is_shortened(most: int) -> None:
+    model = card(context_length=most)
+    found = plan(model, cluster(bytes_of(model, 12_288)))
+    assert found.context_length == 12_288
+    clause = f", with 12,288 of the model's {most:,} tokens of context for lack of memory"
+    assert first_clause(found.reason).endswith(clause)
+    assert "there is room" not in found.reason
+    least = plan(model, cluster(bytes_of(model, LEAST)))
+    assert least.context_length == LEAST
+
+
+def test_below_the_least_a_refusal_names_the_context_that_fits() -> None:
+    for room, context in ((bytes_of(LONG, LEAST) - 1, 2048), (bytes_of(LONG, 512), 512)):
+        with pytest.raises(InsufficientMemory, match=rf"\(context = {context}\)$"):
+            plan(LONG, cluster(room))
+    with pytest.raises(InsufficientMemory, match=r"choose a smaller quantisation$"):
+        plan(LONG, cluster(bytes_of(LONG, 512) - 1))
+    with pytest.raises(InsufficientMemory, match=r"no live node is left.*exclude fewer$"):
+        plan(LONG, cluster())
+
+
+def test_a_requested_context_is_refused_with_the_one_that_fits() -> None:
+    room = cluster(bytes_of(LONG, 49_152))
+    with pytest.raises(InsufficientMemory, match="up to 49,152 tokens"):
+        plan(LONG, room, PlanOptions(context=60_000))
+    assert plan(LONG, room, PlanOptions(context=49_152)).context_length == 49_152
+    short = bytes_of(LONG, 8192)
+    with pytest.raises(InsufficientMemory, match="up to 8,192 tokens"):
+        plan(LONG, cluster(short), PlanOptions(shorten=False))
+
+
+def test_a_split_by_hand_is_shortened_by_the_node_with_the_least_room() -> None:
+    layers = ((NodeId("a"), 6), (NodeId("b"), 6))
+    room = stage_bytes(LONG, 6, 12, False, 8192, False)
+    found = plan(LONG, cluster(10**9, room), PlanOptions(layers=layers))
+    assert found.context_length == 8192
+    assert "with 8,192 of the model's" in found.reason
+    with pytest.raises(InsufficientMemory, match=r"b layers 6-11 of m.* up to 8,192 tokens"):
+        plan(LONG, cluster(10**9, room), PlanOptions(layers=layers, context=9000))
+
+
+def test_a_context_is_shortened_enough_for_the_draft_head() -> None:
+    model = card(native_mtp=MTP)
+    found = plan(model, cluster(bytes_of(model, 8192, mtp=True)))
+    assert (found.context_length, found.mtp_off_reason) == (8192, "")
+    bare = plan(model, cluster(bytes_of(model, LEAST)))
+    assert bare.context_length == LEAST
+    assert "free memory there, ask for a context of up to 2,048" in bare.mtp_off_reason
+
+
 def test_the_draft_head_is_counted_and_never_given_up_for_a_longer_context() -> None:
     model = card(native_mtp=MTP)
     found = plan(model, cluster(leaving(65_536, model, mtp=True)))
@@ -107,14 +160,25 @@ def test_of_several_stages_the_one_with_the_least_left_decides() -> None:
     assert plan(LONG, cluster(10**9, 10**9), PlanOptions(layers=layers)).context_length == MOST
 
 
+def assert_shortened_no_more_than_needed(view: ClusterView, options: PlanOptions) -> None:
+    try:
+        context = plan(LONG, view, options).context_length
+    except InsufficientMemory:
+        context = 0
+    else:
+        assert context < DEFAULT_CONTEXT and context % LEAST == 0
+        _ = plan(LONG, view, replace(options, context=context))
+    with pytest.raises(InsufficientMemory):
+        plan(LONG, view, replace(options, context=context + LEAST))
+
+
 @given(st.lists(st.integers(1_000_000, 60_000_000), min_size=1, max_size=4), st.integers(1, 3))
 def test_it_never_changes_the_nodes_and_always_leaves_half(memory: list[int], least: int) -> None:
     view, options = cluster(*memory), PlanOptions(min_nodes=min(least, len(memory)))
     try:
         base = plan(LONG, view, replace(options, context=DEFAULT_CONTEXT))
     except InsufficientMemory:
-        with pytest.raises(InsufficientMemory):
-            plan(LONG, view, options)
+        assert_shortened_no_more_than_needed(view, options)
         return
     grown = plan(LONG, view, options)
     assert (grown.stages, grown.score, grown.mtp_off_reason) == (
@@ -139,3 +203,12 @@ def test_it_never_changes_the_nodes_and_always_leaves_half(memory: list[int], le
     if grown.context_length < MOST:
         beyond = rest(grown, min(MOST, grown.context_length + STEP))
         assert any(2 * b < a for a, b in zip(before, beyond, strict=True))
+
+
+def test_a_list_says_whether_a_load_would_shorten_the_context() -> None:
+    view = cluster(bytes_of(LONG, 8192))
+    short, none = fit(LONG, view), fit(LONG, cluster(1000))
+    assert (short.nodes, short.context) == (1, 8192)
+    assert short.needed_bytes == bytes_of(LONG, 8192)
+    assert (none.nodes, none.needed_bytes) == (0, bytes_of(LONG, LEAST))
+    assert f"{LEAST:,} tokens of context" in none.reason

@@ -224,7 +224,8 @@ def test_models_are_a_table(stub: Stub) -> None:
         "fits": fit,
         "mtp": "head found",
     }
-    large = {**QWEN, "size_bytes": 27 * 10**9, "format": "4-bit", "fits": {**fit, "nodes": 3}}
+    short = {**fit, "nodes": 3, "context_length": 8192, "shortened": True}
+    large = {**QWEN, "size_bytes": 27 * 10**9, "format": "4-bit", "fits": short}
     off = {"weights": "missing", "enabled": False, "reason": "no mtp.*"}
     missing = {**large, "id": "b", "native_mtp": off, "loaded": False}
     missing["fits"] = {**fit, "nodes": 0, "needed_bytes": 68 * 10**9}
@@ -235,11 +236,11 @@ def test_models_are_a_table(stub: Stub) -> None:
     assert (result.returncode, result.stderr.count("\n")) == (0, 1)
     assert (
         result.stdout
-        == """MODEL             SIZE     FORMAT    FITS               LOADED  NATIVE MTP
-demo              33 MB    bfloat16  yes                no      head found
-Qwen/Qwen3.6-27B  27.0 GB  4-bit     on 3 nodes         yes     -
-b                 27.0 GB  4-bit     no: needs 68.0 GB  no      off: no mtp.*
-c\\x1b[2J          -        -         -                  no      cannot be used: model.safetensors is truncated
+        == """MODEL             SIZE     FORMAT    FITS                      LOADED  NATIVE MTP
+demo              33 MB    bfloat16  yes                       no      head found
+Qwen/Qwen3.6-27B  27.0 GB  4-bit     on 3 nodes, 8,192 tokens  yes     -
+b                 27.0 GB  4-bit     no: needs 68.0 GB         no      off: no mtp.*
+c\\x1b[2J          -        -         -                         no      cannot be used: model.safetensors is truncated
 """  # noqa: E501
     )
     assert json.loads(exo_node("models", "--json", EXO_PORT=str(stub.port)).stdout) == listed

@@ -387,6 +387,8 @@ def test_a_profile_without_measurements(count: int) -> None:
         ("min_nodes is 5 of 2 live nodes", "--min-nodes is 5 of"),
         ("'kv_bits' is 3; give 4", "--kv-bits is 3; give 4"),
         ("`exo-node plan --min-nodes 2`", "plan --min-nodes 2"),
+        ("up to 8,192 tokens (context = 8192)", "up to 8,192 tokens (--context 8192)"),
+        ("9,000 tokens of context and context = all", "of context and context = all"),
         ("my_min_nodes and min_nodes_2 stay", "my_min_nodes and min_nodes_2 stay"),
     ],
 )

@@ -65,8 +65,14 @@ class SmallPlanner:
     """Bytes a second between two nodes; 0: not measured."""
 
     def plan(
-        self, desired: Desired, free: Mapping[NodeId, int], *, frugal: bool
+        self,
+        desired: Desired,
+        free: Mapping[NodeId, int],
+        *,
+        frugal: bool,
+        shorten: bool = False,
     ) -> StagedPlan | ExoNodeError:
+        """The context has no size here, so `shorten` changes nothing."""
         options = relaxed(desired.options, free.keys())
         size = self.sizes.get(desired.model, Size())
         usable = set(options.nodes or free) & set(free) - options.exclude

@@ -18,6 +18,7 @@ from exo_node.placement.errors import InsufficientMemory
 from exo_node.placement.ids import ModelId, NodeId, PlacementId
 from exo_node.placement.options import DEFAULT_CONTEXT, PlanOptions
 from exo_node.placement.parse_card import parse_card
+from exo_node.placement.reasons import first_clause
 from exo_node.proto import peer_pb2 as pb
 
 MOST = 8 * DEFAULT_CONTEXT
@@ -119,9 +120,10 @@ async def test_float32_that_nobody_asked_for_gives_way() -> None:
 
 @pytest.mark.parametrize("why", ["used", "just given", "asked for", "in vain"])
 async def test_what_is_used_or_was_asked_for_stays_and_nothing_is_unloaded_in_vain(
-    why: str,
+    why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    memory = whole(MOST) + whole(DEFAULT_CONTEXT) * 9 // 10
+    _ = caplog.set_level("INFO")
+    memory = whole(MOST) + whole(8192)
     machine = OneMachine(memory if why != "in vain" else whole(MOST) + 1000)
     options = replace(ALONE, context=MOST) if why == "asked for" else ALONE
     first = await machine.placed(FIRST, options)
@@ -129,11 +131,31 @@ async def test_what_is_used_or_was_asked_for_stays_and_nothing_is_unloaded_in_va
         _ = first.begin()
     if why == "just given":
         machine.placements.desired.touch(FIRST)
-    too_much = replace(ALONE, context=MOST) if why == "in vain" else ALONE
-    with pytest.raises(InsufficientMemory):
-        _ = await machine.placed(SECOND, too_much)
+    if why == "in vain":
+        with pytest.raises(InsufficientMemory):
+            _ = await machine.placed(SECOND, replace(ALONE, context=MOST))
+    else:
+        second = (await machine.placed(SECOND)).plan
+        assert second.context_length == 8192
+        clause = f"with 8,192 of the model's {MOST:,} tokens of context"
+        assert f"placed second in 0.0 s: {first_clause(second.reason)}" in caplog.text
+        assert clause in first_clause(second.reason)
     assert await machine.now(FIRST) is first
-    assert machine.loads == 1
+    assert machine.loads == 1 + (why != "in vain")
+
+
+async def test_a_context_is_not_shortened_for_want_of_what_idle_models_can_give() -> None:
+    """The memory that the first one gives up is enough for the usual context."""
+    machine = OneMachine(whole(MOST) + whole(8192))
+    _ = await machine.placed(FIRST)
+    assert (await machine.placed(SECOND)).plan.context_length >= DEFAULT_CONTEXT
+
+
+async def test_a_requested_context_is_never_shortened() -> None:
+    machine = OneMachine(whole(8192))
+    with pytest.raises(InsufficientMemory, match=r"context = 8192"):
+        _ = await machine.placed(FIRST, replace(ALONE, context=9000))
+    assert (await machine.placed(FIRST)).plan.context_length == 8192
 
 
 async def test_two_small_models_that_come_at_once_shrink_it_once() -> None:
