@@ -43,6 +43,7 @@ SOURCES: Final[Mapping[str, Source]] = {
 
 RENAMED: Final[Mapping[str, str]] = {
     "EXO_PREFIX_CACHE_DISK": "set EXO_PREFIX_DISK_GB to a number of GB instead, 0 for none",
+    "EXO_OPEN": "start the nodes with one key in EXO_CLUSTER_KEY instead",
 }
 """Variables of earlier versions, each with what to do instead."""
 
