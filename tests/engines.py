@@ -1,22 +1,18 @@
-"""Engines on the demo checkpoint, whole or split, as a runner builds them."""
+"""Engines of whole models, by default of the demo checkpoint, as a runner builds them."""
 
 import itertools
 import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
-
-from loopback import LoopbackLink
 
 from exo_node.mtp.types import GenerationStats, Round, Sampling
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.events import AnswerEnd, Delta
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.request import EngineRequest
-from exo_node.shard.engine.stage import StageWorker
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded, load
 from exo_node.shard.pipeline.link import StageLink
@@ -88,24 +84,6 @@ def engine_of(
 def whole_engine(folder: Path = DEMO, **changes: Any) -> TextEngine:
     stage_spec = spec(folder, **({"native_mtp": True} | changes))
     return engine_of(load_quietly(stage_spec), stage_spec)
-
-
-def split_engine(
-    bounds: Sequence[int],
-    observe: Callable[[pb.Frame], None] = lambda _: None,
-    folder: Path = DEMO,
-    **changes: Any,
-) -> tuple[TextEngine, list[StageWorker], list[Loaded]]:
-    """Stages [bounds[i], bounds[i+1]); the first is the generator's."""
-    stages = len(bounds) - 1
-    specs = [
-        spec(folder, a, b, i, num_stages=stages, num_layers=bounds[-1], **changes)
-        for i, (a, b) in enumerate(itertools.pairwise(bounds))
-    ]
-    loaded = [load_quietly(stage_spec) for stage_spec in specs]
-    workers = [StageWorker(x.model, x.expected, time.monotonic) for x in loaded[1:]]
-    link = LoopbackLink(workers, [x.expected for x in loaded[1:]], observe)
-    return engine_of(loaded[0], specs[0], link), workers, loaded
 
 
 def request(

@@ -6,7 +6,6 @@ over a chunk takes CHUNK_S of its stage's time, one over rows of answers ROW_S; 
 """
 
 import asyncio
-import functools
 import heapq
 import itertools
 from collections import deque
@@ -15,15 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
-from engines import engine_of, load_quietly, spec
+from pipelines import small_parts, small_pipeline, stage_specs
 from small import LAYERS, small_checkpoint
 
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.events import Delta
 from exo_node.shard.engine.request import EngineRequest
-from exo_node.shard.engine.stage import StageWorker
 from exo_node.shard.engine.text_engine import AnswerHandle
-from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_model import StageModel
 from exo_node.shard.pipeline import ring
 from exo_node.shard.runner.ring_service import RingService
@@ -50,10 +47,10 @@ class Forward:
 
 
 @dataclass(slots=True, eq=False)
-class Told:
+class PacedAnswer:
     """The tokens of one answer, and their times."""
 
-    driven: AnswerHandle | None = None
+    handle: AnswerHandle | None = None
     ids: list[int] = field(default_factory=list[int])
     times: list[float] = field(default_factory=list[float])
     ended: list[BaseException | None] = field(default_factory=list[BaseException | None])
@@ -105,12 +102,6 @@ class _Thread:
             self._has_work = self._step()
 
 
-@functools.cache
-def _loaded(_data: bytes) -> Loaded:
-    """Once a process: what requests leave behind is not in here."""
-    return load_quietly(pb.StageSpec.FromString(_data))
-
-
 class PacedPipeline:
     """`stages` stages of the small model. It is also the event loop of all of them."""
 
@@ -120,7 +111,7 @@ class PacedPipeline:
         self.left_over: list[Callable[[], None]] | None = None
         """Calls for the loop from a thread at work: they run at the end of its work."""
         self.log: list[Forward] = []
-        self._asked: list[Told] = []
+        self._asked: list[PacedAnswer] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._patch(patch)
@@ -144,33 +135,24 @@ class PacedPipeline:
 
     def _build(self, bounds: Sequence[int]) -> None:
         self._firsts = bounds[:-1]
-        specs = [
-            spec(small_checkpoint(), a, b, i, num_stages=self.stages, num_layers=LAYERS)
-            for i, (a, b) in enumerate(itertools.pairwise(bounds))
-        ]
-        for each in specs:
-            each.prefill_chunk = ROWS
-        loaded = [_loaded(each.SerializeToString(deterministic=True)) for each in specs]
-        self.threads = [_Thread(self) for _ in specs]
-        self.ring = ring.Ring("p1", self.stages, "float32", loaded[0].expected.hidden_size)
-        self._workers: list[StageWorker] = []
-        self.services: list[StageService] = []
+        self.threads = [_Thread(self) for _ in range(self.stages)]
+        limits = [part.expected for part in small_parts(tuple(bounds), ROWS)]
+        self.ring = ring.Ring("p1", self.stages, "float32", limits[0].hidden_size)
+        pipeline = small_pipeline(bounds, chunk=ROWS, link=self.ring, clock=self.clock)
+        self.engine, self._workers = pipeline.engine, pipeline.workers
+        specs = stage_specs(small_checkpoint(), bounds, prefill_chunk=ROWS)
         ends = [_Stream(self, (i + 1) % self.stages) for i in range(self.stages)]
-        self.services.append(
-            RingService(specs[0], loaded[0].expected, cast("Any", None), self.ring)
-        )
-        for i in range(1, self.stages):
-            expected = loaded[i].expected
-            worker = StageWorker(loaded[i].model, expected, lambda: self.now)
-            self._workers.append(worker)
+        self.services: list[StageService] = [
+            RingService(specs[0], limits[0], cast("Any", None), self.ring)
+        ]
+        for i, worker in enumerate(self._workers, 1):
             compute, end = cast("Any", self.threads[i]), cast("Any", ends[i])
-            self.services.append(WorkerService(specs[i], expected, end, compute, worker))
+            self.services.append(WorkerService(specs[i], limits[i], end, compute, worker))
         self._incoming = [
             Incoming(service._limits, self.stages)  # pyright: ignore[reportPrivateUsage]
             for service in self.services
         ]
         self.ring.connect(cast("Any", ends[0]))
-        self.engine = engine_of(loaded[0], specs[0], self.ring, clock=self.clock)
 
     def clock(self) -> float:
         """Seconds, as the generator's engine sees them within a piece of its work too."""
@@ -211,23 +193,23 @@ class PacedPipeline:
 
     # ---- what tests do
 
-    def ask(self, request: EngineRequest) -> Told:
-        paced_answer = Told()
+    def ask(self, request: EngineRequest) -> PacedAnswer:
+        paced_answer = PacedAnswer()
 
         def deliver(event: object) -> None:
-            assert paced_answer.driven is not None
-            paced_answer.driven.acknowledge()
+            assert paced_answer.handle is not None
+            paced_answer.handle.acknowledge()
             if isinstance(event, Delta):
                 paced_answer.ids += event.round.tokens
                 paced_answer.times.append(self.now)
 
         self._asked.append(paced_answer)
         compute = cast("Any", self.threads[0])
-        paced_answer.driven = AnswerHandle(self.engine, compute)
+        paced_answer.handle = AnswerHandle(self.engine, compute)
         compute.attach(self.engine._engine.step)  # pyright: ignore[reportPrivateUsage]
         self.ring.listen(lambda: compute.post(lambda: None))
-        driven = paced_answer.driven
-        compute.post(lambda: driven.begin(request, deliver, paced_answer.ended.append))
+        handle = paced_answer.handle
+        compute.post(lambda: handle.begin(request, deliver, paced_answer.ended.append))
         return paced_answer
 
     def until(self, condition: Callable[[], bool]) -> float:
@@ -238,9 +220,9 @@ class PacedPipeline:
             call()
         return self.now
 
-    def cancel(self, paced_answer: Told) -> None:
-        assert paced_answer.driven is not None
-        paced_answer.driven.cancel()
+    def cancel(self, paced_answer: PacedAnswer) -> None:
+        assert paced_answer.handle is not None
+        paced_answer.handle.cancel()
 
     def end(self) -> None:
         """Cancels what goes on; returns when nothing happens any more."""

@@ -4,18 +4,16 @@ import base64
 import functools
 import itertools
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engines import Answer, engine_of, load_quietly, request, spec
-from loopback import LoopbackLink
+from pipelines import Pipeline, stage_specs
 
-from exo_node.shard.engine.prefixes.store import PrefixStore
+from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.request import EngineRequest
-from exo_node.shard.engine.stage import StageWorker
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.text.image_rows import PreparedImage, with_image_rows
@@ -70,25 +68,12 @@ def picture_engine(folder: Path = DENSE, **changes: Any) -> TextEngine:
     return engine_of(loaded(folder), stage_spec, prefix_disk=disk, clock=lambda: float(next(ticks)))
 
 
-def split_picture_engine(
-    bounds: Sequence[int], folder: Path = DENSE, **changes: Any
-) -> tuple[TextEngine, list[StageWorker]]:
-    stages = len(bounds) - 1
-    specs = [
-        picture_spec(
-            folder, first=a, end=b, stage=i, num_stages=stages, native_mtp=False, **changes
-        )
-        for i, (a, b) in enumerate(itertools.pairwise(bounds))
-    ]
-    parts = [load_quietly(each) for each in specs]
-    budget = changes.get("prefix_cache_bytes", 0)
-    workers = [
-        StageWorker(x.model, x.expected, time.monotonic, PrefixStore(budget, x.model.make_caches))
-        for x in parts[1:]
-    ]
-    link = LoopbackLink(workers, [x.expected for x in parts[1:]], lambda _: None)
+def picture_pipeline(bounds: Sequence[int], folder: Path = DENSE, **changes: Any) -> Pipeline:
+    fields = {"prefill_chunk": 256, "context_length": 1024} | changes
+    specs = stage_specs(folder, bounds, **fields)
     ticks = itertools.count()
-    return engine_of(parts[0], specs[0], link, clock=lambda: float(next(ticks))), workers
+    options, clock = EngineOptions.of(specs[0]), lambda: float(next(ticks))
+    return Pipeline([load_quietly(each) for each in specs], options, clock=clock)
 
 
 @functools.cache

@@ -1,81 +1,246 @@
-"""Three stages of a small model in this process, any of which may be lost.
+"""Models in stages in this process: the generator's engine, the other stages' workers, their link.
 
-Every linear layer is perturbed by its number of rows, as kernels chosen by it would do: only the
-very forwards of before give the numbers of before.
+Blocks travel as frames (cut, checked, put together), so that what is tested is what runs. The link
+answers at once, or while it `holds` when a test says so; a stage can be lost or replaced.
+`paced.py` puts the services, queues and ring of a runner in the link's place, in virtual time.
 """
 
 import functools
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import CHUNK, STORY, answer, engine_of, load_quietly, request, spec
-from loopback import LoopbackLink
-from shims import by_rows, perturb
+from engines import CHUNK, DEMO, STORY, answer, load_quietly, request, spec
+from shims import Key as Numbers
+from shims import perturb
 from small import LAYERS, small_checkpoint
 
 from exo_node.mtp.types import Round
-from exo_node.placement.errors import PeerLost
+from exo_node.placement.errors import ExoNodeError, PeerLost
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.events import Delta
+from exo_node.shard.engine.options import EngineOptions
+from exo_node.shard.engine.prefixes.disk import PrefixDisk
 from exo_node.shard.engine.prefixes.store import PrefixStore
 from exo_node.shard.engine.stage import StageOutput, StageWorker
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
-from exo_node.shard.pipeline.frames import HiddenBlock
+from exo_node.shard.model.stage_limits import StageLimits
+from exo_node.shard.pipeline.frames import Assembler, HiddenBlock, check_envelope, cut
+from exo_node.shard.pipeline.link import Key, StageLink, Trip
 
+TWO, THREE = (0, 2, LAYERS), (0, 1, 3, LAYERS)
 PROMPT: list[int] = STORY["prompt_ids"]
 TOKENS = 30
-SIZE = 0.4
-BOUNDS = (0, 1, 3, LAYERS)
+Observe = Callable[[pb.Frame], None]
 
 
-@functools.cache
-def _loaded(prefill_chunk: int) -> tuple[list[pb.StageSpec], list[Loaded]]:
-    """Once for all pipelines of a process: what requests leave behind is not in here."""
-    specs = [
-        spec(
-            small_checkpoint(),
-            a,
-            b,
-            i,
-            num_stages=3,
-            num_layers=LAYERS,
-            prefill_chunk=prefill_chunk,
-        )
-        for i, (a, b) in enumerate(itertools.pairwise(BOUNDS))
-    ]
-    loaded = [load_quietly(stage_spec) for stage_spec in specs]
-    for part in loaded:
-        assert perturb(part.model.model, by_rows, size=SIZE) > 10
-    return specs, loaded
+@dataclass(slots=True, eq=False)
+class Message:
+    """A message in flight, and whether the stages have computed it."""
+
+    kind: str
+    """question, chunk, log, round, or release."""
+    keys: frozenset[Key]
+    work: Callable[[], Trip | None]
+    trip: Trip | None = None
+    """None: of a release, which nobody waits for."""
+    result: Trip | None = None
+    is_computed: bool = False
 
 
-class Pipeline:
-    """The generator's engine and the workers of two more stages.
+class Link:
+    """A `StageLink` to workers in this process.
 
-    `rooms`: bytes of each stage for prefixes.
+    While it `holds`, stages compute nothing, and nothing comes back, before a test says so. What
+    concerns one request keeps its order, as frames do.
     """
 
     def __init__(
         self,
-        *,
-        prefill_chunk: int = CHUNK,
-        tokens: int = TOKENS,
-        rooms: Sequence[int] = (0, 0, 0),
+        workers: Sequence[StageWorker],
+        limits: Sequence[StageLimits],
+        observe: Observe = lambda _: None,
     ) -> None:
-        self._rooms = rooms
-        self._specs, self._loaded = _loaded(prefill_chunk)
-        self._tokens = tokens
+        self.holds = False
+        self.in_flight: list[Message] = []
+        self.sent: list[HiddenBlock] = []
+        """The blocks so far, without their data."""
+        self._workers = workers
+        self._limits = limits
+        self._observe = observe
+
+    @property
+    def rounds(self) -> list[int]:
+        """How many requests each round had."""
+        return [len(block.members) for block in self.sent if block.is_round]
+
+    def listen(self, on_back: Callable[[], None]) -> None:
+        """Nothing comes back on another thread."""
+
+    def send(self, block: HiddenBlock) -> Trip:
+        self.sent.append(replace(block, data=b""))
+        keys = tuple(member.key for member in block.members)
+        kind = "round" if block.is_round else "log" if block.replayed else "chunk"
+        trip = Trip(keys, block.members[0].position)
+        work = functools.partial(self._pass, block)
+        return self._set_out(Message(kind, frozenset(keys), work, trip))
+
+    def ask_prefixes(
+        self, key: Key, ids: Sequence[int], schedule: Sequence[int], ends: Sequence[int]
+    ) -> Trip:
+        work = functools.partial(self._common_prefixes, key, ids, schedule, ends)
+        return self._set_out(Message("question", frozenset([key]), work, Trip((key,))))
+
+    def release(self, key: Key) -> None:
+        """Trips of this request alone are back at once, as in `Ring`; the stages follow later."""
+        for message in self.in_flight:
+            if message.trip is not None and message.trip.members == (key,):
+                message.trip.is_back = True
+        work = functools.partial(self._release, key)
+        self.in_flight.append(Message("release", frozenset([key]), work))
+        if not self.holds:
+            self.flush()
+
+    def able(self) -> list[Message]:
+        """The messages that may proceed: of each request the first that is not over."""
+        keys, able = set[Key](), list[Message]()
+        for message in self.in_flight:
+            if keys.isdisjoint(message.keys):
+                able.append(message)
+            keys |= message.keys
+        return able
+
+    def compute(self, message: Message) -> None:
+        """All stages do it; the result is not back yet."""
+        before = itertools.takewhile(lambda each: each is not message, self.in_flight)
+        assert not message.is_computed
+        assert all(each.is_computed or message.keys.isdisjoint(each.keys) for each in before)
+        message.result, message.is_computed = message.work(), True
+
+    def bring(self, message: Message) -> None:
+        """It is back; a trip that came back before stays as it was."""
+        if not message.is_computed:
+            self.compute(message)
+        self.in_flight.remove(message)
+        if message.trip is None or message.trip.is_back:
+            return
+        assert message.result is not None
+        message.trip.block = message.result.block
+        message.trip.prefix_rows = message.result.prefix_rows
+        for key, fault in message.result.faults.items():
+            _ = message.trip.fail(key, fault)
+        message.trip.is_back = True
+
+    def lose(self, message: Message) -> None:
+        """It never comes back."""
+        self.in_flight.remove(message)
+        assert message.trip is not None
+        if not message.trip.is_back:
+            for key in message.trip.members:
+                _ = message.trip.fail(key, PeerLost("a stage did not answer within 8 s"))
+            message.trip.is_back = True
+
+    def flush(self) -> None:
+        """All of it is back."""
+        while self.in_flight:
+            self.bring(self.in_flight[0])
+
+    def _set_out(self, message: Message) -> Trip:
+        assert message.trip is not None
+        self.in_flight.append(message)
+        if not self.holds:
+            self.flush()
+        return message.trip
+
+    # ---- the work of the stages
+
+    def _pass(self, block: HiddenBlock) -> Trip:
+        trip = Trip(tuple(member.key for member in block.members))
+        back: HiddenBlock | None = block
+        for worker, limits in zip(self._workers, self._limits, strict=True):
+            if back is None:
+                return trip
+            try:
+                passed = worker.forward(self._carry(back, limits))
+            except (ExoNodeError, RuntimeError) as fault:
+                passed = StageOutput(None, [(key, fault) for key in trip.members])
+            back = passed.block
+            for key, fault in passed.faults:
+                error = fault if isinstance(fault, ExoNodeError) else ExoNodeError(str(fault))
+                _ = trip.fail(key, error)
+        trip.block = None if back is None else self._returned(back)
+        return trip
+
+    def _common_prefixes(
+        self, key: Key, ids: Sequence[int], schedule: Sequence[int], ends: Sequence[int]
+    ) -> Trip:
+        common = list(ends)
+        for worker, limits in zip(self._workers, self._limits, strict=True):
+            query = pb.PrefixQuery(tokens=ids, schedule=schedule, held=common)
+            placement = limits.placement
+            frame = pb.Frame(placement=placement, request=key[0], attempt=key[1], prefix=query)
+            check_envelope(frame, limits)
+            self._observe(frame)
+            common = worker.cached_ends(key, query.tokens, query.schedule, query.held)
+        return Trip((key,), prefix_rows=common)
+
+    def _release(self, key: Key) -> None:
+        for worker in self._workers:
+            worker.release(key)
+
+    def _returned(self, block: HiddenBlock) -> HiddenBlock | None:
+        """The way back is checked as the generator's runner checks it."""
+        last = self._limits[-1]
+        after = replace(last, stage=last.stage + 1)
+        if block.data:
+            return self._carry(block, after)
+        (frame,) = cut(block, after.placement, after.stage, after.dtype, after.hidden_size)
+        assert frame.computed.position == block.members[0].position
+        return None
+
+    def _carry(self, block: HiddenBlock, limits: StageLimits) -> HiddenBlock:
+        assembler = Assembler(limits)
+        for frame in cut(block, limits.placement, limits.stage, limits.dtype, limits.hidden_size):
+            if limits in self._limits:  # not on the way back to the generator
+                self._observe(frame)
+            if (whole := assembler.add(frame)) is not None:
+                return whole
+        raise AssertionError("the block's frames did not make a block")
+
+
+class Pipeline:
+    """The generator's engine and the workers of the other stages.
+
+    `rooms`: bytes of each stage for prefixes, by default what the options say. `disks`: of each
+    stage for prefixes. `link`: None is a `Link`. Other `changes` are the engine's.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Loaded],
+        options: EngineOptions,
+        *,
+        rooms: Sequence[int] = (),
+        disks: Sequence[PrefixDisk | None] = (),
+        observe: Observe = lambda _: None,
+        link: StageLink | None = None,
+        **changes: Any,
+    ) -> None:
+        self.parts = parts
+        self._rooms = rooms or (options.prefix_cache_bytes,) * len(parts)
+        self._disks = disks or (None,) * len(parts)
+        self._options = replace(options, prefix_cache_bytes=self._rooms[0])
+        self._changes = changes
         self.forwards: list[int] = []
-        """The stage of each forward that a stage ran."""
-        self.workers: list[StageWorker] = []
-        expectations = [part.expected for part in self._loaded[1:]]
-        self._link = LoopbackLink(self.workers, expectations)
+        """The stage of each forward that a stage other than the generator's ran."""
+        self.workers = [self._worker(number) for number in range(1, len(parts))]
+        self.link: Any = link or Link(self.workers, [x.expected for x in parts[1:]], observe)
         self.engine = self._engine()
-        self.workers.extend(self._worker(number) for number in (1, 2))
 
     def replace(self, number: int) -> None:
         """Replaces a stage by a runner without the stage's requests."""
@@ -97,11 +262,11 @@ class Pipeline:
 
         worker.forward = forward
 
-    def until_lost(self, prompt: Sequence[int] = PROMPT, **changes: Any) -> tuple[Round, ...]:
+    def until_lost(
+        self, prompt: Sequence[int] = PROMPT, tokens: int = TOKENS, **changes: Any
+    ) -> tuple[Round, ...]:
         """The rounds that were handed out before the stage was lost."""
-        engine_request = request(
-            prompt, 0, self._tokens, ignore_end=True, top_logprobs=0, **changes
-        )
+        engine_request = request(prompt, 0, tokens, ignore_end=True, top_logprobs=0, **changes)
         rounds: list[Round] = []
         with pytest.raises(PeerLost):
             for event in self.engine.generate(engine_request):
@@ -109,43 +274,105 @@ class Pipeline:
                     rounds.append(event.round)
         return tuple(rounds)
 
-    def rest(
-        self,
-        log: Sequence[Round],
-        attempt: int,
-        prompt: Sequence[int] = PROMPT,
-        **changes: Any,
+    def rounds(
+        self, prompt: Sequence[int] = PROMPT, tokens: int = TOKENS, **changes: Any
     ) -> tuple[Round, ...]:
-        """The rounds of another attempt behind those of the log; it counts `forwards` anew."""
+        """The rounds of an answer, after those of a log; counts `forwards` anew."""
         self.forwards.clear()
-        fields = {"attempt": attempt, "replay": log, "top_logprobs": 0, "ignore_end": True}
-        return answer(self.engine, request(prompt, 0, self._tokens, **fields, **changes)).rounds
+        fields = {"top_logprobs": 0, "ignore_end": True} | changes
+        return answer(self.engine, request(prompt, 0, tokens, **fields)).rounds
 
-    def undisturbed(self, prompt: Sequence[int] = PROMPT) -> tuple[Round, ...]:
-        engine_request = request(prompt, 0, self._tokens, ignore_end=True, top_logprobs=0)
-        return answer(self.engine, engine_request).rounds
+    @property
+    def leftovers(self) -> dict[str, object]:
+        """Remaining state of requests, on any stage; empty if there is none."""
+        engine: Any = self.engine._engine  # pyright: ignore[reportPrivateUsage]
+        executor: Any = engine.executor
+        states = {
+            "requests": engine._requests,
+            "in flight": list(engine._in_flight),
+            "prefill": engine._prefill_forward,
+            "prefill logs": executor._prefill_logs,
+            "borders": executor._borders,
+            "border rows": executor._border_rows,
+            "generator": _held_by(executor.rounds),
+            "bytes": self.engine.cache_bytes(),
+            "messages": self.link.in_flight,
+        }
+        for number, worker in enumerate(self.workers, 1):
+            internals: Any = worker
+            states[f"stage {number}"] = [*internals._requests, *_held_by(internals._rounds)]
+            states[f"bytes {number}"] = worker.cache_bytes()
+        return {name: each for name, each in states.items() if each}
 
     def _engine(self) -> TextEngine:
-        loaded, stage_spec = self._loaded[0], pb.StageSpec()
-        stage_spec.CopyFrom(self._specs[0])
-        stage_spec.prefix_cache_bytes = self._rooms[0]
-        return engine_of(loaded, stage_spec, self._link)
+        (part, *_), (disk, *_) = self.parts, self._disks
+        return TextEngine(part, self._options, link=self.link, prefix_disk=disk, **self._changes)
 
     def _worker(self, number: int) -> StageWorker:
-        part = self._loaded[number]
-        worker = StageWorker(
-            part.model,
-            part.expected,
-            time.monotonic,
-            PrefixStore(self._rooms[number], part.model.make_caches),
-        )
-        computed = worker._compute  # pyright: ignore[reportPrivateUsage]
+        part, room = self.parts[number], self._rooms[number]
+        prefixes = PrefixStore(room, part.model.make_caches, self._disks[number])
+        worker = StageWorker(part.model, part.expected, time.monotonic, prefixes)
+        internals: Any = worker
+        computed = internals._compute
 
         def counted(block: HiddenBlock, sessions: Any) -> bytes:
             data = computed(block, sessions)
             self.forwards.extend([number] * len(block.replayed or (1,)))
             return data
 
-        internals: Any = worker
         internals._compute = counted
         return worker
+
+
+def _held_by(rounds: Any) -> list[object]:
+    return [*rounds.groups.single, *rounds.groups.groups]
+
+
+def stage_specs(folder: Path, bounds: Sequence[int], **changes: Any) -> list[pb.StageSpec]:
+    """Stages [bounds[i], bounds[i+1]); the first is the generator's."""
+    fields = {"num_stages": len(bounds) - 1, "num_layers": bounds[-1]} | changes
+    pairs = enumerate(itertools.pairwise(bounds))
+    return [spec(folder, a, b, i, **fields) for i, (a, b) in pairs]
+
+
+def pipeline_of(
+    bounds: Sequence[int], folder: Path = DEMO, observe: Observe = lambda _: None, **changes: Any
+) -> Pipeline:
+    """The stages of a folder's model. `changes` are those of the specifications."""
+    specs = stage_specs(folder, bounds, **changes)
+    parts = [load_quietly(stage_spec) for stage_spec in specs]
+    return Pipeline(parts, EngineOptions.of(specs[0]), observe=observe)
+
+
+@functools.cache
+def small_parts(
+    bounds: tuple[int, ...], chunk: int, numbers: Numbers | None = None, size: float = 0.0
+) -> list[Loaded]:
+    """The small model, perturbed by `numbers`, once a process: requests leave nothing in it."""
+    specs = stage_specs(small_checkpoint(), bounds, prefill_chunk=chunk)
+    parts = [load_quietly(stage_spec) for stage_spec in specs]
+    for part in parts:
+        assert numbers is None or perturb(part.model.model, numbers, size=size) > 4
+    return parts
+
+
+def small_pipeline(
+    bounds: Sequence[int] = THREE,
+    *,
+    chunk: int = CHUNK,
+    numbers: Numbers | None = None,
+    size: float = 0.0,
+    rooms: Sequence[int] = (),
+    observe: Observe = lambda _: None,
+    link: StageLink | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    **changes: Any,
+) -> Pipeline:
+    """The small model's stages. `changes`: of the generator's specification.
+
+    `numbers`: linear layers are perturbed by it, so that other forwards than expected show.
+    """
+    parts = small_parts(tuple(bounds), chunk, numbers, size)
+    fields = {"prefill_chunk": chunk} | changes
+    options = EngineOptions.of(stage_specs(small_checkpoint(), bounds, **fields)[0])
+    return Pipeline(parts, options, rooms=rooms, observe=observe, link=link, clock=clock)

@@ -2,14 +2,13 @@
 
 import functools
 import random
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from engines import Answer, answer, engine_of, load_quietly, request
-from loopback import LoopbackLink
 from models import DEMO
+from pipelines import Pipeline
 from shims import Key, by_rows, perturb
 from small import small_spec
 from zoo import VOCABULARY, tiny_config
@@ -19,8 +18,6 @@ from exo_node.mtp.types import Sampling
 from exo_node.placement.config import hidden_size
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.prefixes.disk import PrefixDisk
-from exo_node.shard.engine.prefixes.store import PrefixStore
-from exo_node.shard.engine.stage import StageWorker
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_limits import StageLimits
@@ -110,23 +107,22 @@ def _disk(folder: Path | None, key: str, stage: StageModel) -> PrefixDisk | None
 
 def two_stages(
     kind: str, room: int, key: Key = by_rows, folders: tuple[Path, Path] | None = None
-) -> tuple[TextEngine, StageWorker]:
+) -> Pipeline:
     """The same with half of the layers on another stage; `room` of each. `key`: see `perturb`.
     `folders`: of each stage's prefixes on disk."""
     config = tiny_config(kind)
     model: Any = small(config)
     assert perturb(model, key, size=0.1) > 4
     layers = len(model.layers)
-    first, second = StageModel(model, 0, layers // 2), StageModel(model, layers // 2, layers)
-    limits = _limits(config, 1)
-    stages = zip(folders or (None, None), (first, second), strict=True)
-    disks = [_disk(folder, kind, stage) for folder, stage in stages]
-    prefixes = PrefixStore(room, second.make_caches, disks[1])
-    worker = StageWorker(second, limits, time.monotonic, prefixes=prefixes)
+    stages = StageModel(model, 0, layers // 2), StageModel(model, layers // 2, layers)
+    codecs = TextCodec.load(DEMO), None
+    parts = [Loaded(stages[i], _limits(config, i), codecs[i]) for i in (0, 1)]
+    disks = [
+        _disk(folder, kind, stage)
+        for folder, stage in zip(folders or (None, None), stages, strict=True)
+    ]
     options = EngineOptions("float32", 4096, SHORT, prefix_cache_bytes=room, stages=2)
-    link = LoopbackLink([worker], [limits])
-    loaded = Loaded(first, _limits(config, 0), TextCodec.load(DEMO))
-    return TextEngine(loaded, options, link=link, prefix_disk=disks[0]), worker
+    return Pipeline(parts, options, disks=disks)
 
 
 def _limits(config: dict[str, Any], stage: int) -> StageLimits:

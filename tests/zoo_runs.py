@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any, Final, cast
 
 import mlx.core as mx
-from loopback import LoopbackLink
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import generate_step
+from pipelines import Link
 from zoo import VOCABULARY
 
 from exo_node.mtp.families.table import family_of
@@ -86,7 +86,7 @@ def as_two_stages(
     first, second = StageModel(model, 0, at), StageModel(model, at, layers)
     expected = StageLimits("p", 1, "float32", hidden_size(config), chunk, 4096, VOCABULARY)
     worker = StageWorker(second, expected, time.monotonic)
-    link = LoopbackLink([worker], [expected])
+    link = Link([worker], [expected])
     options = EngineOptions("float32", 4096, chunk, stages=2)
     prefixes = PrefixStore(0, first.make_caches)
     executor = PipelineExecutor(first, link, options, prefixes, frozenset(), lambda: 0.0)

@@ -1,12 +1,10 @@
 """Ways to have questions answered: all that the corpus uses of the product.
 
 A change of the engine's entry points changes this module and `subjects.py` alone. All here goes
-through `TextEngine`, `EngineRequest` and the events; over stages, through `StageWorker`s and the
-loopback link of the tests. Rounds that overlap are a choice of the engine on CUDA; `runs_ahead`
-makes the same choice on a CPU.
+through `TextEngine`, `EngineRequest` and the events; over stages, through `pipelines.Pipeline`.
+Rounds that overlap are a choice of the engine on CUDA; `runs_ahead` makes the same choice on a CPU.
 """
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -23,15 +21,14 @@ from cases import (
     Question,
 )
 from engines import Answer, answer, engine_of, request
-from loopback import LoopbackLink
+from pipelines import Pipeline
 from readers import Reader, together
 from subjects import loaded, room_of, spec_of
 
 from exo_node.mtp.types import Penalties, Round, Sampling
 from exo_node.shard.engine.events import AnswerEnd, Delta
-from exo_node.shard.engine.prefixes.store import PrefixStore
+from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.request import EngineRequest
-from exo_node.shard.engine.stage import StageWorker
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.text.grammars.grammar import Gate
 from exo_node.shard.text.grammars.grammars import GrammarSpec
@@ -180,19 +177,8 @@ def staged_engine(case: Case) -> TextEngine:
     """The first stage's engine; the other stages run in this process."""
     parts = loaded(case.model, case.dtype, case.stages)
     rooms = room_of(parts) if case.way == "prefix" else [0] * len(parts)
-    workers = [
-        StageWorker(
-            part.model,
-            part.expected,
-            time.monotonic,
-            prefixes=PrefixStore(room, part.model.make_caches),
-        )
-        for part, room in zip(parts[1:], rooms[1:], strict=True)
-    ]
-    specs = spec_of(case.model, case.dtype, case.stages)
-    specs.prefix_cache_bytes = rooms[0]
-    link = LoopbackLink(workers, [part.expected for part in parts[1:]])
-    return engine_of(parts[0], specs, link, clock=lambda: 0.0)
+    options = EngineOptions.of(spec_of(case.model, case.dtype, case.stages))
+    return Pipeline(parts, options, rooms=rooms, clock=lambda: 0.0).engine
 
 
 def _fields(option: Option, served: TextEngine) -> dict[str, Any]:

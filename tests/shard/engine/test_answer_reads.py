@@ -84,7 +84,7 @@ def small_end(monkeypatch: pytest.MonkeyPatch) -> int:
 @pytest.mark.parametrize("stages", [1, 2])
 def test_all_kinds_of_caches_whole_and_split(kind: str, stages: int, small_end: int) -> None:
     def made() -> TextEngine:
-        return of_class(kind, ROOM) if stages == 1 else two_stages(kind, ROOM)[0]
+        return of_class(kind, ROOM) if stages == 1 else two_stages(kind, ROOM).engine
 
     warm, draw = made(), random.Random(3)
     question, more = ([draw.randrange(6, VOCABULARY) for _ in range(n)] for n in (104, 9))

@@ -112,8 +112,8 @@ def test_a_choice_drafts_what_it_drafts_alone(sampling: Sampling) -> None:
 
 
 def test_over_stages_the_other_choices_read_the_last_forward_only() -> None:
-    (expected,) = _all_of(two_stages("llama", ROOM, _exactly)[0], [plain(IDS[0])])
-    served, _ = two_stages("llama", ROOM, _exactly)
+    (expected,) = _all_of(two_stages("llama", ROOM, _exactly).engine, [plain(IDS[0])])
+    served = two_stages("llama", ROOM, _exactly).engine
     readers = _all_of(served, [plain(IDS[0]) for _ in range(3)])
     assert {tuple(reader.ids) for reader in readers} == {tuple(expected.ids)}
     cached = [reader.end.stats.cached_tokens for reader in readers if reader.end is not None]

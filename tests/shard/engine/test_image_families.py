@@ -20,10 +20,10 @@ from pictures import (
     conversations,
     loaded,
     picture_engine,
+    picture_pipeline,
     picture_request,
     prepared,
     require_right,
-    split_picture_engine,
 )
 from readers import Reader, together
 from stored_prefixes import settle
@@ -93,7 +93,7 @@ def test_stages_answer_alike(
     folder: Path, bounds: tuple[int, ...], number: int, chunk: int
 ) -> None:
     it = case(number, folder)
-    engine, _ = split_picture_engine(bounds, folder, prefill_chunk=chunk)
+    engine = picture_pipeline(bounds, folder, prefill_chunk=chunk).engine
     require_right(answer(engine, picture_request(it, folder=folder)), it)
 
 
@@ -111,7 +111,7 @@ def test_requests_are_answered_beside_text(folder: Path) -> None:
 
 
 def test_stages_answer_them_beside_text(folder: Path) -> None:
-    engine, _ = split_picture_engine((0, 2, 4), folder)
+    engine = picture_pipeline((0, 2, 4), folder).engine
     text = request(case(0, folder).prompt_ids[:9], 0, 24)
     alone = answer(engine, replace(text, request="alone"))
     readers = [Reader(picture_request(it, folder=folder)) for it in conversations(folder)[:2]]
@@ -127,7 +127,7 @@ def test_a_second_turn_begins_behind_the_first(folder: Path, split: bool) -> Non
     fields = {"prefix_cache_bytes": 64 << 20, "prefill_chunk": 32}
     engine = picture_engine(folder, **fields)
     if split:
-        engine, _ = split_picture_engine((0, 2, 4), folder, **fields)
+        engine = picture_pipeline((0, 2, 4), folder, **fields).engine
     require_right(answer(engine, picture_request(first, folder=folder)), first)
     require_right(answer(engine, picture_request(second, folder=folder)), second)
     got = answer(engine, picture_request(second, folder=folder))
@@ -160,7 +160,7 @@ def test_an_answer_is_resumed_after_a_loss(folder: Path, number: int, split: boo
     it = case(number, folder)
 
     def engine() -> TextEngine:
-        return split_picture_engine((0, 2, 4), folder)[0] if split else picture_engine(folder)
+        return picture_pipeline((0, 2, 4), folder).engine if split else picture_engine(folder)
 
     whole = answer(engine(), picture_request(it, folder=folder))
     log = [replace(round_, logprobs=()) for round_ in whole.rounds[:3]]

@@ -22,11 +22,11 @@ from pictures import (
     conversations,
     loaded,
     picture_engine,
+    picture_pipeline,
     picture_request,
     picture_spec,
     prepared,
     require_right,
-    split_picture_engine,
 )
 from readers import Reader, together
 from stored_prefixes import settle
@@ -85,7 +85,7 @@ def test_forwards_may_end_within_images(number: int, chunk: int) -> None:
 @pytest.mark.parametrize("bounds", [(0, 2, 4), (0, 1, 3, 4)])
 def test_stages_answer_alike(bounds: tuple[int, ...], number: int, chunk: int) -> None:
     it = case(number)
-    engine, _ = split_picture_engine(bounds, prefill_chunk=chunk)
+    engine = picture_pipeline(bounds, prefill_chunk=chunk).engine
     require_right(answer(engine, picture_request(it)), it)
 
 
@@ -97,7 +97,7 @@ def test_features_are_added_behind_the_first_layers(folder: Path, number: int, c
     engine = picture_engine(folder, prefill_chunk=chunk, prefix_cache_bytes=64 << 20)
     for _ in range(2):
         require_right(answer(engine, picture_request(it, folder=folder)), it)
-    split, _ = split_picture_engine((0, 2, 4), folder, prefill_chunk=chunk)
+    split = picture_pipeline((0, 2, 4), folder, prefill_chunk=chunk).engine
     require_right(answer(split, picture_request(it, folder=folder)), it)
 
 
@@ -191,16 +191,16 @@ def test_an_answer_is_resumed_after_a_loss(number: int, k: int) -> None:
 @pytest.mark.parametrize("number", CASES)
 def test_stages_resume(number: int) -> None:
     it = case(number)
-    engine, _ = split_picture_engine((0, 2, 4))
+    engine = picture_pipeline((0, 2, 4)).engine
     whole = answer(engine, picture_request(it))
-    engine, _ = split_picture_engine((0, 2, 4), prefix_cache_bytes=64 << 20)
+    engine = picture_pipeline((0, 2, 4), prefix_cache_bytes=64 << 20).engine
     log = [replace(round_, logprobs=()) for round_ in whole.rounds[:4]]
     rest = answer(engine, picture_request(it, replay=log, attempt=2))
     assert [*(t for r in log for t in r.tokens), *rest.ids] == it.greedy_ids
 
 
 def test_stages_share_rounds_with_text() -> None:
-    engine, _ = split_picture_engine((0, 2, 4))
+    engine = picture_pipeline((0, 2, 4)).engine
     text = request(case(0).prompt_ids[:9], 0, 24)
     alone = answer(engine, replace(text, request="alone"))
     # Two of each, so that each of the two groups of a pipeline has both kinds.

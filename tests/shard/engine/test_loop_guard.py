@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 from budget import seeds
-from engines import ORACLE, Answer, answer, request, split_engine
+from engines import ORACLE, Answer, answer, request
+from pipelines import TWO, small_pipeline
 from readers import Reader, alone, engine, together
-from small import small_checkpoint
 
 from exo_node.mtp.types import Sampling
 from exo_node.shard.engine.loop_guard import EARLY, LATE, MAX_PERIOD, LoopGuard, LoopLimits
@@ -131,10 +131,10 @@ def test_in_a_batch_each_answer_ends_at_its_own_loop(*, ahead: bool) -> None:
 
 
 def test_over_stages_it_ends_at_the_same_token() -> None:
-    served, workers, _ = split_engine([0, 2, 4], folder=small_checkpoint())
-    got = answer(served, request(PROMPT, 0, MANY, ignore_end=True, loop_limits=SHORT))
+    pipeline = small_pipeline(TWO)
+    got = answer(pipeline.engine, request(PROMPT, 0, MANY, ignore_end=True, loop_limits=SHORT))
     assert_ended_by_its_loop(got)
-    assert all(worker.cache_bytes() == 0 for worker in workers)
+    assert not pipeline.leftovers
 
 
 @pytest.mark.parametrize("k", [0, 3])

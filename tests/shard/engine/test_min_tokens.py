@@ -4,10 +4,10 @@ import functools
 from dataclasses import replace
 
 import pytest
-from engines import Answer, answer, request, split_engine
+from engines import Answer, answer, request
 from forced_copies import FixedLength, force
+from pipelines import TWO, small_pipeline
 from readers import Reader, alone, engine, prompt, together
-from small import small_checkpoint
 
 from exo_node.mtp.types import Penalties, Sampling
 from exo_node.shard.engine.loop_guard import EARLY
@@ -81,7 +81,7 @@ def test_each_answer_of_a_batch_has_its_own_least() -> None:
 
 
 def test_over_stages_it_is_the_same() -> None:
-    served, _, _ = split_engine([0, 2, 4], folder=small_checkpoint())
+    served = small_pipeline(TWO).engine
     for sampling in (GREEDY, SEEDED):
         assert_right(answer(served, asked(sampling=sampling)), sampling=sampling)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from engines import request
-from paced import CHUNK_S, ROW_S, ROWS, Forward, PacedPipeline, Told
+from paced import CHUNK_S, ROW_S, ROWS, Forward, PacedAnswer, PacedPipeline
 from small import PROMPT
 
 CHUNKS = 12
@@ -33,11 +33,11 @@ def pipeline(
     assert paced.held_bytes == [0] * paced.stages
 
 
-def read(pipeline: PacedPipeline, number: int, **changes: bool) -> Told:
+def read(pipeline: PacedPipeline, number: int, **changes: bool) -> PacedAnswer:
     return pipeline.ask(request(prompt(number), max_tokens=2, ignore_end=True, **changes))
 
 
-def answers(pipeline: PacedPipeline, count: int = ANSWERS) -> list[Told]:
+def answers(pipeline: PacedPipeline, count: int = ANSWERS) -> list[PacedAnswer]:
     paced_answers = [
         pipeline.ask(request(short(i), max_tokens=400, ignore_end=True)) for i in range(count)
     ]
@@ -45,7 +45,7 @@ def answers(pipeline: PacedPipeline, count: int = ANSWERS) -> list[Told]:
     return paced_answers
 
 
-def first_token(pipeline: PacedPipeline, paced_answer: Told) -> float:
+def first_token(pipeline: PacedPipeline, paced_answer: PacedAnswer) -> float:
     return pipeline.until(lambda: bool(paced_answer.ids))
 
 

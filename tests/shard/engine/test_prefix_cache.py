@@ -56,7 +56,7 @@ def test_a_b_a_and_a_branch_are_the_cold_answers(k: int) -> None:
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_prompt_is_found_by_who_asked_it_alone_and_answers_do_not_differ(stages: int) -> None:
     """Else `cached_tokens` tells the holder of one token what that of another one asked."""
-    warm = engine() if stages == 1 else two_stages("llama", ROOM)[0]
+    warm = engine() if stages == 1 else two_stages("llama", ROOM).engine
     k, prompt = (3, FIRST) if stages == 1 else (0, [id_ % VOCABULARY for id_ in FIRST])
     alice, bob, nobody = b"alice-xx", b"bob-xxxx", b""
     cached: list[tuple[bytes, bool]] = []

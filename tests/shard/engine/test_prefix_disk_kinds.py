@@ -78,15 +78,17 @@ def test_a_restarted_model_gives_the_answers_of_a_cold_one(kind: str, tmp_path: 
 def test_two_restarted_stages_give_the_answers_of_cold_ones(kind: str, tmp_path: Path) -> None:
     folders = tmp_path / "first", tmp_path / "second"
     for number, prompt in enumerate((*IDS, *IDS)):
-        restarted, worker = two_stages(kind, ROOM, folders=folders)
-        got = answer(restarted, plain(prompt))
-        assert probabilities(got) == probabilities(answer(two_stages(kind, ROOM)[0], plain(prompt)))
+        stages = two_stages(kind, ROOM, folders=folders)
+        got = answer(stages.engine, plain(prompt))
+        assert probabilities(got) == probabilities(
+            answer(two_stages(kind, ROOM).engine, plain(prompt))
+        )
         cached = got.stats.cached_tokens
         assert (cached > 0) == (number not in (0, 2)), number
         assert got.stats.cached_tier == ("disk" if cached else "")
-        for hits in (restarted.prefix_hits, worker.prefix_hits):
+        for hits in (stages.engine.prefix_hits, stages.workers[0].prefix_hits):
             assert hits == ({"disk": cached} if cached else {})
-        settle(restarted, worker)
+        settle(stages.engine, *stages.workers)
     assert {path.parents[1] for path in tmp_path.glob("*/*/*.safetensors")} == set(folders)
 
 
@@ -138,13 +140,13 @@ def test_a_stage_without_its_files_fails_no_answer(stage: int, change: Any, tmp_
     afterwards both have all of it."""
     folders = tmp_path / "first", tmp_path / "second"
     cached: list[int] = []
-    expected = probabilities(answer(two_stages("llama", ROOM)[0], plain(IDS[1])))
+    expected = probabilities(answer(two_stages("llama", ROOM).engine, plain(IDS[1])))
     for number in range(4):
-        restarted, worker = two_stages("llama", ROOM, folders=folders)
-        got = answer(restarted, plain(IDS[1]))
+        stages = two_stages("llama", ROOM, folders=folders)
+        got = answer(stages.engine, plain(IDS[1]))
         assert probabilities(got) == expected
         cached.append(got.stats.cached_tokens)
-        settle(restarted, worker)
+        settle(stages.engine, *stages.workers)
         if number == 1:
             change(folders[stage])
     assert cached[0] == 0 < cached[1] == cached[3] > cached[2]
@@ -152,25 +154,25 @@ def test_a_stage_without_its_files_fails_no_answer(stage: int, change: Any, tmp_
 
 def test_a_request_that_uses_no_cache_leaves_nothing_on_any_stage(tmp_path: Path) -> None:
     folders = tmp_path / "first", tmp_path / "second"
-    restarted, worker = two_stages("llama", ROOM, folders=folders)
+    stages = two_stages("llama", ROOM, folders=folders)
     for _ in range(2):
-        got = answer(restarted, request(IDS[0], 0, TOKENS, uses_cache=False))
+        got = answer(stages.engine, request(IDS[0], 0, TOKENS, uses_cache=False))
         assert got.stats.cached_tokens == 0
-    settle(restarted, worker)
-    assert restarted.prefix_cache_bytes == worker.prefix_cache_bytes == 0
+    settle(stages.engine, *stages.workers)
+    assert stages.engine.prefix_cache_bytes == stages.workers[0].prefix_cache_bytes == 0
     assert not [*tmp_path.glob("*/*/*")]
 
 
 def test_a_stage_writes_nothing_while_it_has_a_request(tmp_path: Path) -> None:
     folders = tmp_path / "first", tmp_path / "second"
-    restarted, worker = two_stages("llama", ROOM, folders=folders)
-    _ = answer(restarted, plain(IDS[0]))
-    running = restarted.generate(plain(IDS[1]))
+    stages = two_stages("llama", ROOM, folders=folders)
+    _ = answer(stages.engine, plain(IDS[0]))
+    running = stages.engine.generate(plain(IDS[1]))
     _ = next(event for event in running if event is not None)
-    assert not restarted.save_prefix() and not worker.save_prefix()
+    assert not stages.engine.save_prefix() and not stages.workers[0].save_prefix()
     assert not [*tmp_path.glob("*/*/*")]
     running.close()
-    settle(restarted, worker)
+    settle(stages.engine, *stages.workers)
     assert len([*tmp_path.glob("*/*/*")]) >= 2
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from lanes import THREE, Split, alone, few_tokens, lost_of, readers_of, tokens_of
+from pipelines import THREE, Pipeline
 from readers import Reader, together
+from staged_readers import alone, few_tokens, lost_of, readers_of, staged, tokens_of
 
 from exo_node.placement.errors import InvalidFrame, NumericError, PeerLost, StateLost
 from exo_node.shard.model.stage_model import StageModel
@@ -19,16 +20,16 @@ from exo_node.shard.pipeline.frames import HiddenBlock
 from exo_node.shard.pipeline.link import Trip
 
 
-def follow(split: Split, readers: Sequence[Reader], **changes: Any) -> None:
+def follow(pipeline: Pipeline, readers: Sequence[Reader], **changes: Any) -> None:
     """The next attempts, as the entry node makes them of what it was told, give the rest."""
     after = [
         Reader(replace(r.request, attempt=2, replay=tuple(r.rounds), **changes)) for r in readers
     ]
-    together(split.engine, after)
+    together(pipeline.engine, after)
     for before, reader in zip(readers, after, strict=True):
         assert reader.fault is None and reader.end is not None
         assert tokens_of(before, reader) == alone(before.request)
-    assert not split.leftovers
+    assert not pipeline.leftovers
 
 
 @pytest.mark.parametrize("replaced", [False, True])
@@ -36,8 +37,8 @@ def test_a_loss_on_the_way_back_costs_no_answer(
     replaced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every stage is a row ahead of what was handed out."""
-    split, readers = Split(), few_tokens(4)
-    send, count = split.link.send, itertools.count()
+    pipeline, readers = staged(), few_tokens(4)
+    send, count = pipeline.link.send, itertools.count()
 
     def losing(block: HiddenBlock) -> Trip:
         trip = send(block)
@@ -47,15 +48,15 @@ def test_a_loss_on_the_way_back_costs_no_answer(
                 _ = trip.fail(key, PeerLost("the last stage is gone"))
         return trip
 
-    monkeypatch.setattr(split.link, "send", losing)
-    together(split.engine, readers)
+    monkeypatch.setattr(pipeline.link, "send", losing)
+    together(pipeline.engine, readers)
     lost = lost_of(readers)
     assert len(lost) == 2 and all(isinstance(reader.fault, PeerLost) for reader in lost)
     assert max(len(reader.ids) for reader in lost) > 2
     assert all(tokens_of(r) == alone(r.request) for r in readers if r not in lost)
     if replaced:
-        split.replace(0)
-    follow(split, lost)
+        pipeline.replace(1)
+    follow(pipeline, lost)
 
 
 @pytest.mark.smoke
@@ -64,7 +65,7 @@ def test_a_loss_on_the_way_back_costs_no_answer(
 def test_a_fault_of_a_shared_forward_ends_no_answer(
     first: int, fault: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    split, readers, count = Split(), readers_of(4), itertools.count()
+    pipeline, readers, count = staged(), readers_of(4), itertools.count()
     hidden = StageModel.hidden
 
     def failing(model: StageModel, tokens: mx.array, *rest: Any) -> mx.array:
@@ -73,12 +74,12 @@ def test_a_fault_of_a_shared_forward_ends_no_answer(
         return hidden(model, tokens, *rest)
 
     monkeypatch.setattr(StageModel, "hidden", failing)
-    together(split.engine, readers)
+    together(pipeline.engine, readers)
     lost = lost_of(readers)
     assert len(lost) == 2
     assert all(isinstance(r.fault, StateLost) and "shared" in str(r.fault) for r in lost)
     assert all(tokens_of(r) == alone(r.request) for r in readers if r not in lost)
-    follow(split, lost, after_fault=True)
+    follow(pipeline, lost, after_fault=True)
 
 
 @pytest.mark.smoke
@@ -87,9 +88,9 @@ def test_where_a_stage_refuses_one_the_others_of_the_forward_go_on_by_another_at
     loss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some stages have a row of theirs that others have not."""
-    split, readers, times = Split(THREE), few_tokens(6), itertools.count()
-    worker, members = split.workers[1], list[str]()
-    send = split.link.send
+    pipeline, readers, times = staged(THREE), few_tokens(6), itertools.count()
+    worker, members = pipeline.workers[1], list[str]()
+    send = pipeline.link.send
 
     def sending(block: HiddenBlock) -> Trip:
         if len(block.members) < 2 or next(times) != 3:
@@ -102,11 +103,11 @@ def test_where_a_stage_refuses_one_the_others_of_the_forward_go_on_by_another_at
         elif loss == "later attempt":
             worker.release((members[1], 1))
         else:
-            split.replace(1)
+            pipeline.replace(2)
         return send(block)
 
-    monkeypatch.setattr(split.link, "send", sending)
-    together(split.engine, readers)
+    monkeypatch.setattr(pipeline.link, "send", sending)
+    together(pipeline.engine, readers)
     lost = {reader.request.request: reader for reader in lost_of(readers)}
     faults = [type(lost[name].fault) for name in members]
     if loss == "replaced":
@@ -115,15 +116,15 @@ def test_where_a_stage_refuses_one_the_others_of_the_forward_go_on_by_another_at
         own = InvalidFrame if loss == "later attempt" else PeerLost
         assert faults == [StateLost, own] and len(lost) == 2
     assert all(tokens_of(r) == alone(r.request) for r in readers if r.request.request not in lost)
-    assert not split.leftovers
-    follow(split, list(lost.values()))
+    assert not pipeline.leftovers
+    follow(pipeline, list(lost.values()))
 
 
 @pytest.mark.parametrize("first", [0, pytest.param(2, marks=pytest.mark.smoke)])
 def test_numbers_that_are_none_end_their_own_answer_only(
     first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    split, readers, count = Split(), readers_of(4), itertools.count()
+    pipeline, readers, count = staged(), readers_of(4), itertools.count()
     hidden = StageModel.hidden
 
     def broken(model: StageModel, tokens: mx.array, *rest: Any) -> mx.array:
@@ -133,12 +134,12 @@ def test_numbers_that_are_none_end_their_own_answer_only(
         return out
 
     monkeypatch.setattr(StageModel, "hidden", broken)
-    split.link.holds = True  # what this stage found is known before another one says the same
-    together(split.engine, readers, lambda _: split.link.flush())
-    split.link.flush()
+    pipeline.link.holds = True  # what this stage found is known before another one says the same
+    together(pipeline.engine, readers, lambda _: pipeline.link.flush())
+    pipeline.link.flush()
     (ended,) = lost_of(readers)
     assert isinstance(ended.fault, NumericError)
     assert str(ended.fault).startswith(f"stage {int(first > 0)} (")
     assert tokens_of(ended) == alone(ended.request)[: len(ended.rounds)]
     assert all(tokens_of(r) == alone(r.request) for r in readers if r is not ended)
-    assert not split.leftovers
+    assert not pipeline.leftovers

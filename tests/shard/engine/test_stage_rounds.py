@@ -10,8 +10,9 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from lanes import THREE, TWO, Split, alone, asks, few_tokens, lost_of, readers_of, tokens_of
+from pipelines import THREE, TWO
 from readers import Reader, prompt, together
+from staged_readers import alone, asks, few_tokens, lost_of, readers_of, staged, tokens_of
 
 from exo_node.mtp.types import Sampling
 from exo_node.proto import peer_pb2 as pb
@@ -29,27 +30,27 @@ def batches(reader: Reader) -> set[int]:
 @pytest.mark.parametrize("bounds", [TWO, THREE])
 def test_answers_that_share_rounds_are_those_that_they_are_alone(bounds: Sequence[int]) -> None:
     """They join, end, stall and are cancelled; groups are as many as stages."""
-    split, readers = Split(bounds), readers_of(6)
+    pipeline, readers = staged(bounds), readers_of(6)
     readers[1].request = replace(readers[1].request, sampling=SEEDED)
     readers[2].stalls = range(24, 40)
     readers[4].ends = 30
-    together(split.engine, readers)
+    together(pipeline.engine, readers)
     for reader in readers:
         expected = alone(reader.request)
         assert reader.fault is None
         assert tokens_of(reader) == expected[: len(reader.rounds) if reader is readers[4] else None]
     most = -(-6 // (len(bounds) - 1))
-    assert max(split.link.rounds) == max(itertools.chain(*map(batches, readers))) == most
+    assert max(pipeline.link.rounds) == max(itertools.chain(*map(batches, readers))) == most
     end = readers[0].end
     assert end is not None and end.batch_identity == "bitwise"
     assert end.stats.batching_reason == "" and end.stats.batched_tokens
-    assert not split.leftovers
+    assert not pipeline.leftovers
 
 
 def test_prompt_chunks_ask_for_no_answer_and_the_last_for_one_row() -> None:
-    split = Split(prefill_chunk=4)
-    together(split.engine, [Reader(asks(prompt(0, 13), 2))])
-    replies = [block.reply for block in split.link.sent]
+    pipeline = staged(prefill_chunk=4)
+    together(pipeline.engine, [Reader(asks(prompt(0, 13), 2))])
+    replies = [block.reply for block in pipeline.link.sent]
     assert replies == [pb.REPLY_COMPUTED] * 3 + [pb.REPLY_LAST, pb.REPLY_ALL]
 
 
@@ -64,10 +65,10 @@ def test_a_group_is_formed_anew_only_where_others_than_before_share_it(
         change(self, *args)
 
     monkeypatch.setattr(StageGroup, "change", counted)
-    split = Split()
+    pipeline = staged()
     readers = [Reader(asks(prompt(i), 40)) for i in range(4)]
-    together(split.engine, readers)
-    assert len([size for size in split.link.rounds if size == 2]) > 60
+    together(pipeline.engine, readers)
+    assert len([size for size in pipeline.link.rounds if size == 2]) > 60
     assert 0 < len(changes) < 16, "of two groups on two stages"
 
 
@@ -79,9 +80,9 @@ def test_what_a_stage_computes_otherwise_together_is_said(
     bounds: Sequence[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the stages behind it do not."""
-    split, readers = Split(bounds), few_tokens(2 * (len(bounds) - 1))
-    split.workers[0].probe()
-    rounds = split.workers[0]._rounds  # pyright: ignore[reportPrivateUsage]
+    pipeline, readers = staged(bounds), few_tokens(2 * (len(bounds) - 1))
+    pipeline.workers[0].probe()
+    rounds = pipeline.workers[0]._rounds  # pyright: ignore[reportPrivateUsage]
     assert rounds.is_same and not rounds.batching_reason and not rounds.groups.bytes
     hidden = StageModel.hidden
 
@@ -90,16 +91,16 @@ def test_what_a_stage_computes_otherwise_together_is_said(
         return hidden(model, tokens, *rest) * (1 + 1e-6 * differs)
 
     monkeypatch.setattr(StageModel, "hidden", by_batch)
-    split.workers[0].probe()
+    pipeline.workers[0].probe()
     assert not rounds.is_same
-    together(split.engine, readers)
+    together(pipeline.engine, readers)
     assert [r.end.batch_identity for r in readers if r.end] == ["near_tie"] * len(readers)
 
 
 def test_what_the_generators_stage_computes_otherwise_together_is_said(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    split, readers = Split(), few_tokens(4)
+    pipeline, readers = staged(), few_tokens(4)
     hidden = StageModel.hidden
 
     def by_batch(model: StageModel, tokens: mx.array, *rest: Any) -> mx.array:
@@ -107,16 +108,16 @@ def test_what_the_generators_stage_computes_otherwise_together_is_said(
         return hidden(model, tokens, *rest) * (1 + 1e-6 * differs)
 
     monkeypatch.setattr(StageModel, "hidden", by_batch)
-    split.engine.measurements.measure()
-    together(split.engine, readers)
+    pipeline.engine.measurements.measure()
+    together(pipeline.engine, readers)
     assert [r.end.batch_identity for r in readers if r.end] == ["near_tie"] * len(readers)
 
 
 @pytest.mark.parametrize("changes", [{"batching": False}, {"fixed_rows": 4}])
 def test_what_is_turned_off_is_not_shared(changes: dict[str, Any]) -> None:
-    split, readers = Split(**changes), readers_of(4)
-    together(split.engine, readers)
-    assert set(split.link.rounds) == {1}
+    pipeline, readers = staged(**changes), readers_of(4)
+    together(pipeline.engine, readers)
+    assert set(pipeline.link.rounds) == {1}
     assert all(reader.end and reader.end.stats.batching_reason for reader in readers)
 
 
@@ -125,7 +126,7 @@ def test_layers_that_compute_no_batch_are_passed_one_request_at_a_time(
     first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A generator's share no rounds; another stage's take a round apart."""
-    split, readers = Split(), readers_of(4)
+    pipeline, readers = staged(), readers_of(4)
     hidden = StageModel.hidden
 
     def refused(model: StageModel, tokens: mx.array, *rest: Any) -> mx.array:
@@ -135,12 +136,12 @@ def test_layers_that_compute_no_batch_are_passed_one_request_at_a_time(
 
     monkeypatch.setattr(StageModel, "hidden", refused)
     if first:
-        split.workers[0].probe()
+        pipeline.workers[0].probe()
     else:
-        split.engine.measurements.measure()
-    together(split.engine, readers)
+        pipeline.engine.measurements.measure()
+    together(pipeline.engine, readers)
     assert not lost_of(readers)
-    assert max(split.link.rounds) == (2 if first else 1)
+    assert max(pipeline.link.rounds) == (2 if first else 1)
     assert all(tokens_of(reader) == alone(reader.request) for reader in readers)
     reasons = [reader.end.stats.batching_reason for reader in readers if reader.end]
     assert all("cannot be computed in batches" in why for why in reasons) == (first == 0)

@@ -1,9 +1,10 @@
 """Plain steps that answers show: which count, and what does not move their median."""
 
 from driven import driven
-from engines import STORY, answer, request, split_engine
+from engines import STORY, answer, request
 from hypothesis import given
 from hypothesis import strategies as st
+from pipelines import pipeline_of
 from readers import Reader, engine, prompt
 
 from exo_node.shard.engine.step_times import ENOUGH, SHORT_ROWS, StepTimes
@@ -118,8 +119,8 @@ def test_of_real_answers_only_those_that_were_alone_and_did_not_draft_show_steps
 
 
 def test_each_stage_of_a_split_model_shows_its_own_steps() -> None:
-    first, workers, _ = split_engine([0, 15, 16])
-    _ = answer(first, request(STORY["prompt_ids"], max_tokens=3 * ENOUGH))
-    shown = [first.step_times, *(worker.step_times for worker in workers)]
+    pipeline = pipeline_of([0, 15, 16])
+    _ = answer(pipeline.engine, request(STORY["prompt_ids"], max_tokens=3 * ENOUGH))
+    shown = [each.step_times for each in (pipeline.engine, *pipeline.workers)]
     assert [times.answers for times in shown] == [1, 1]
     assert all(0 < times.seconds < 60 for times in shown)

@@ -6,8 +6,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from engines import answer, request, split_engine
+from engines import answer, request
 from mlx_lm.models.cache import KVCache
+from pipelines import pipeline_of
 from small import PROMPT as IDS
 from small import small_checkpoint, small_engine
 from tables import PROMPT, Logits, TableHead, TableTarget, random_table, tell
@@ -176,13 +177,13 @@ def test_a_broken_model_ends_its_answer_with_stage_position_and_dtype(k: int) ->
     ],
 )
 def test_the_stage_of_a_pipeline_that_broke_first_is_named(layer: int | None, message: str) -> None:
-    engine, workers, loaded = split_engine([0, 2, 4, 6], folder=small_checkpoint(6))
+    pipeline = pipeline_of([0, 2, 4, 6], small_checkpoint(6))
     number = 0 if layer is None else layer // 2
-    body: Any = loaded[number].model.model
+    body: Any = pipeline.parts[number].model.model
     model = body.language_model.model
     poisoned(model.norm if layer is None else model.layers[layer].input_layernorm)
-    assert message in fails(engine).message
-    assert [worker.live_requests for worker in workers] == [0, 0]
+    assert message in fails(pipeline.engine).message
+    assert [worker.live_requests for worker in pipeline.workers] == [0, 0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -16,9 +16,9 @@ import pytest
 from budget import seeds
 from engines import answer, request
 from held_prefixes import cache_of_stage, counted
-from pipelines import Pipeline
+from pipelines import Pipeline, small_pipeline
 from prefixes import ALIEN, CHUNK, FIRST, OTHER, ROOM, SECOND, SYSTEM, turn, two_stages
-from shims import by_own_rows
+from shims import by_own_rows, by_rows
 from zoo import VOCABULARY
 
 from exo_node.mtp.types import Round
@@ -33,7 +33,7 @@ NOTHING = (1, 1, 1)
 
 
 def pipeline(*rooms: int) -> Pipeline:
-    return Pipeline(prefill_chunk=CHUNK, tokens=TOKENS, rooms=rooms or (ROOM,) * 3)
+    return small_pipeline(rooms=rooms or (ROOM,) * 3, chunk=CHUNK, numbers=by_rows, size=0.4)
 
 
 @functools.cache
@@ -43,7 +43,7 @@ def _alone() -> Pipeline:
 
 @functools.cache
 def _cold(prompt: tuple[int, ...]) -> tuple[Round, ...]:
-    return _alone().undisturbed(prompt)
+    return _alone().rounds(prompt, TOKENS)
 
 
 def cold(prompt: Sequence[int]) -> tuple[Round, ...]:
@@ -162,7 +162,7 @@ def test_what_goes_between_the_question_and_the_first_block_begins_the_answer_an
         with pytest.raises(StateLost, match="stage 2 has lost the state"):
             _ = answer(warm.engine, request(SECOND, 0, TOKENS, ignore_end=True, request="anew"))
     assert [worker.live_requests for worker in warm.workers] == [0, 0]
-    assert warm.rest((), 2, SECOND, after_fault=True, request="anew") == cold(SECOND)
+    assert warm.rounds(SECOND, TOKENS, attempt=2, after_fault=True, request="anew") == cold(SECOND)
     assert ask(warm, SECOND) == 460
 
 
@@ -176,7 +176,7 @@ def test_a_resume_on_stages_that_live_goes_on_behind_the_prefix() -> None:
     warm = pipeline()
     _ = ask(warm, FIRST)
     warm.lose(2, 3)
-    log = warm.until_lost(SECOND, request="late")
+    log = warm.until_lost(SECOND, TOKENS, request="late")
     survivor = warm.workers[1]
     survivor.forward = functools.partial(StageWorker.forward, survivor)
     again = {"attempt": 2, "replay": log, "request": "late", "top_logprobs": 0}
@@ -208,8 +208,9 @@ def test_what_a_cancelled_request_read_is_kept() -> None:
 def test_bytes_of_each_stage_keep_their_bound_while_requests_run() -> None:
     """A conversation that outgrows half of the room: what is kept gives way to its rows."""
     room = 1100 * 1536
-    warm, worker = two_stages("llama", room, by_own_rows)
-    alone, _ = two_stages("llama", 1, by_own_rows)
+    stages = two_stages("llama", room, by_own_rows)
+    warm, (worker,) = stages.engine, stages.workers
+    alone = two_stages("llama", 1, by_own_rows).engine
     talk, cached = [(37 * i + 11) % (VOCABULARY - 1) + 1 for i in range(200)], list[int]()
     for number in range(5):
         engine_request = request(talk, 0, 70, ignore_end=True, top_logprobs=0)

@@ -6,7 +6,8 @@ Three stages of a small model, perturbed by their rows.
 from dataclasses import replace
 
 import pytest
-from pipelines import PROMPT, Pipeline
+from pipelines import PROMPT, Pipeline, small_pipeline
+from shims import by_rows
 
 from exo_node.mtp.types import Forward, Round
 
@@ -18,13 +19,12 @@ LONG = (PROMPT * 4)[:46]
 
 @pytest.fixture
 def pipeline() -> Pipeline:
-    """Reads prompts in chunks of 8, and says little."""
-    return Pipeline(prefill_chunk=CHUNK, tokens=FEW)
+    return small_pipeline(chunk=CHUNK, numbers=by_rows, size=0.4)
 
 
 @pytest.fixture(scope="module")
 def expected() -> tuple[Round, ...]:
-    return Pipeline(prefill_chunk=CHUNK, tokens=FEW).undisturbed(LONG)
+    return small_pipeline(chunk=CHUNK, numbers=by_rows, size=0.4).rounds(LONG, FEW)
 
 
 @pytest.mark.parametrize("after", [0, 2, 5, 6])
@@ -34,11 +34,11 @@ def test_a_prompt_is_read_again_by_all_stages(
 ) -> None:
     """The last loss comes between the last chunk and the next row."""
     pipeline.lose(lost, after)
-    rounds = pipeline.until_lost(LONG, request="r1")
+    rounds = pipeline.until_lost(LONG, FEW, request="r1")
     assert rounds == expected[: after == 6]
     assert pipeline.forwards.count(lost) == after
     pipeline.replace(lost)
-    assert pipeline.rest((), 2, LONG, request="r1") == expected
+    assert pipeline.rounds(LONG, FEW, request="r1", attempt=2) == expected
     assert pipeline.forwards == [1, 2] * (6 + FEW - 1)
 
 
@@ -48,13 +48,13 @@ def test_a_log_of_rejected_drafts_is_repeated_on_every_stage(
 ) -> None:
     """A stage that was lost behind such forwards leaves rows of no answer on the others."""
     prompt = PROMPT[:CHUNK]
-    first = pipeline.undisturbed(prompt)[0]
+    first = pipeline.rounds(prompt, FEW)[0]
     rejected = Round((first.tokens[0],), 2, 0, Forward(len(prompt), 3), first.logprobs)
     log = (first, rejected, replace(rejected, forward=Forward(len(prompt) + 1, 3)))
-    expected = pipeline.rest(log, 2, prompt, request="r1")
+    expected = pipeline.rounds(prompt, FEW, request="r1", attempt=2, replay=log)
     assert pipeline.forwards == [1, 2] + [1, 1, 2, 2] + [1, 2] * (FEW - 3)
     pipeline.lose(2, after)
-    assert pipeline.until_lost(prompt, request="r2", attempt=2, replay=log) == ()
+    assert pipeline.until_lost(prompt, FEW, request="r2", attempt=2, replay=log) == ()
     pipeline.replace(2)
-    assert pipeline.rest(log, 3, prompt, request="r2") == expected
+    assert pipeline.rounds(prompt, FEW, request="r2", attempt=3, replay=log) == expected
     assert pipeline.forwards == [1, 2] + [1, 1, 2, 2] + [1, 2] * (FEW - 3)

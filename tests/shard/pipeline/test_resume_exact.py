@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from engines import Answer, answer, engine_of, load_quietly, request, split_engine
-from pipelines import BOUNDS, PROMPT, SIZE, TOKENS, Pipeline
+from engines import Answer, answer, engine_of, load_quietly, request
+from pipelines import PROMPT, TOKENS, Pipeline, small_pipeline
 from shims import by_rows, perturb
-from small import small_checkpoint, small_spec
+from small import small_spec
 
 from exo_node.mtp.types import Round, Sampling
 from exo_node.proto import peer_pb2 as pb
@@ -22,6 +22,8 @@ from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.pipeline.frames import HiddenBlock
 
 CUTS = (1, 17, 25)
+SIZE = 0.4
+"""Size of the perturbation."""
 
 
 def whole() -> TextEngine:
@@ -31,17 +33,13 @@ def whole() -> TextEngine:
     return engine_of(loaded, stage_spec)
 
 
-def split(
-    observe: Callable[[pb.Frame], None] = lambda _: None,
-) -> tuple[TextEngine, list[StageWorker]]:
-    engine, workers, loaded = split_engine(BOUNDS, observe, small_checkpoint())
-    assert all(perturb(part.model.model, by_rows, size=SIZE) > 10 for part in loaded)
-    return engine, workers
+def split(observe: Callable[[pb.Frame], None] = lambda _: None) -> Pipeline:
+    return small_pipeline(numbers=by_rows, size=SIZE, observe=observe)
 
 
 @pytest.fixture(scope="module")
 def engines() -> dict[str, TextEngine]:
-    return {"whole": whole(), "split": split()[0]}
+    return {"whole": whole(), "split": split().engine}
 
 
 def undisturbed(engine: TextEngine, k: int, **changes: Any) -> Answer:
@@ -90,7 +88,7 @@ def test_penalties_count_the_tokens_of_the_earlier_attempt(engines: dict[str, Te
 def test_recorded_forwards_are_repeated_by_blocks_that_say_which() -> None:
     """Each is answered with word that it was computed; a row behind the last of them is not."""
     frames: list[pb.Frame] = []
-    engine, _ = split(frames.append)
+    engine = split(frames.append).engine
     first = undisturbed(engine, 0)
     frames.clear()
     _ = resumed(engine, first, 25, 0)
@@ -108,7 +106,7 @@ def test_a_stage_that_computed_recorded_forwards_as_one_would_change_the_numbers
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The seeded fault: the rows of a block are right, the forwards are not."""
-    engine, _ = split()
+    engine = split().engine
     first = undisturbed(engine, 0, top_logprobs=0)
     assert resumed(engine, first, 20, 0, top_logprobs=0).rounds == first.rounds[20:]
     forward = StageWorker.forward
@@ -139,12 +137,12 @@ def test_stages_go_on_from_drafts_of_a_whole_model_as_it_does(
 
 @pytest.fixture(scope="module")
 def pipeline() -> Pipeline:
-    return Pipeline()
+    return split()
 
 
 @pytest.fixture(scope="module")
 def expected(pipeline: Pipeline) -> tuple[Round, ...]:
-    return pipeline.undisturbed()
+    return pipeline.rounds()
 
 
 @pytest.mark.smoke
@@ -160,7 +158,7 @@ def test_an_answer_goes_on_when_stages_were_lost(
     assert [worker.live_requests for worker in pipeline.workers] == [0, 0]
     for number in {*lost, max(1, *lost, 0)}:
         pipeline.replace(number)
-    assert pipeline.rest(log, 2, request=name) == expected[20:]
+    assert pipeline.rounds(attempt=2, replay=log, request=name) == expected[20:]
     assert pipeline.forwards.count(1) == pipeline.forwards.count(2) == len(expected)
 
 
@@ -173,4 +171,4 @@ def test_a_second_loss_while_the_first_is_mended_changes_nothing(
     pipeline.lose(2, 0)
     assert pipeline.until_lost(request="second", attempt=2, replay=log) == ()
     pipeline.replace(2)
-    assert pipeline.rest(log, 3, request="second") == expected[20:]
+    assert pipeline.rounds(attempt=3, replay=log, request="second") == expected[20:]

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from budget import seeds
-from lanes import CHUNK, THREE, TWO, Away, Split, alone, asks, tokens_of
+from pipelines import THREE, TWO, Message
 from readers import Reader, prompt
+from staged_readers import CHUNK, alone, asks, staged, tokens_of
 
 from exo_node.mtp.types import Round, Sampling
 from exo_node.placement.errors import ExoNodeError, PeerLost, StateLost
@@ -28,8 +29,8 @@ class Scene:
     """Readers of one engine, whose trips are held back."""
 
     def __init__(self, bounds: Sequence[int] = TWO, room: int = 0) -> None:
-        self.split = Split(bounds, room=room)
-        self.link = self.split.link
+        self.pipeline = staged(bounds, room=room)
+        self.link = self.pipeline.link
         self.link.holds = True
         self._running: dict[int, tuple[Reader, Generator[Any]]] = {}
 
@@ -40,7 +41,7 @@ class Scene:
 
     def ask(self, engine_request: EngineRequest) -> Reader:
         reader = Reader(engine_request)
-        self._running[id(reader)] = reader, self.split.engine.generate(engine_request)
+        self._running[id(reader)] = reader, self.pipeline.engine.generate(engine_request)
         return reader
 
     def settle(self) -> None:
@@ -61,16 +62,16 @@ class Scene:
         _, events = self._running.pop(id(reader))
         events.close()
 
-    def bring(self, away: Away) -> None:
-        self.link.bring(away)
+    def bring(self, message: Message) -> None:
+        self.link.bring(message)
         self.settle()
 
-    def until(self, sought: Callable[[Away], bool]) -> Away:
-        """Such a trip is away, and what was before it is back."""
+    def until(self, sought: Callable[[Message], bool]) -> Message:
+        """Such a message is in flight, and what was before it is back."""
         for _ in range(1000):
             self.settle()
             able = self.link.able()
-            if matches := [away for away in able if sought(away)]:
+            if matches := [message for message in able if sought(message)]:
                 return matches[0]
             self.link.bring(able[0])
         raise AssertionError("none sets out")
@@ -100,94 +101,94 @@ class Scene:
         if kind == "log":
             rounds = self.answered(engine_request).rounds
             engine_request = replace(engine_request, attempt=2, replay=tuple(rounds[:8]))
-        assert not self.split.leftovers
+        assert not self.pipeline.leftovers
         return self.ask(engine_request)
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("is_computed", [False, True], ids=["before", "behind"])
+@pytest.mark.parametrize("is_computed", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("kind", ["question", "chunk", "log", "round"])
-def test_of_a_request_that_is_cancelled_while_it_is_away_nothing_stays(
+def test_of_a_request_that_is_cancelled_while_its_message_is_in_flight_nothing_stays(
     kind: str, is_computed: bool
 ) -> None:
-    """Before or behind the stages' work for it."""
+    """Before or after the stages' work for it."""
     scene = Scene(THREE, ROOM if kind == "question" else 0)
     reader = scene.of_kind(kind)
-    away = scene.until(lambda away: away.kind == kind)
-    assert away.trip is not None and not away.trip.is_back
+    message = scene.until(lambda message: message.kind == kind)
+    assert message.trip is not None and not message.trip.is_back
     if is_computed:
-        scene.link.compute(away)
-        assert all(worker.live_requests for worker in scene.split.workers)
+        scene.link.compute(message)
+        assert all(worker.live_requests for worker in scene.pipeline.workers)
     scene.cancel(reader)
     scene.link.flush()
-    assert set(scene.split.leftovers) <= {"in flight"}, "which the next step reads"
+    assert set(scene.pipeline.leftovers) <= {"in flight"}, "which the next step reads"
     _ = scene.answered(asks(LONG[: CHUNK + 3], 5))
-    assert not scene.split.leftovers
+    assert not scene.pipeline.leftovers
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("is_computed", [False, True], ids=["before", "behind"])
+@pytest.mark.parametrize("is_computed", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("count", [1, 2])
-def test_of_those_that_are_cancelled_while_their_round_is_away_nothing_stays(
+def test_of_those_that_are_cancelled_while_their_round_is_in_flight_nothing_stays(
     count: int, is_computed: bool
 ) -> None:
     """Their rows are computed, and nobody reads them; the others have theirs."""
     scene = Scene(TWO)
     readers = [scene.ask(asks(prompt(i), 12)) for i in range(5)]
-    away = scene.until(lambda away: len(away.keys) == 3)
-    lost_readers = [reader for reader in readers if (reader.request.request, 1) in away.keys][
+    message = scene.until(lambda message: len(message.keys) == 3)
+    lost_readers = [reader for reader in readers if (reader.request.request, 1) in message.keys][
         :count
     ]
     if is_computed:
-        scene.link.compute(away)
+        scene.link.compute(message)
     for reader in lost_readers:
         scene.cancel(reader)
-    assert away.trip is not None and not away.trip.is_back
+    assert message.trip is not None and not message.trip.is_back
     scene.finish()
     assert all(tokens_of(r) == alone(r.request) for r in readers if r not in lost_readers)
     assert all(tokens_of(r) == alone(r.request)[: len(r.rounds)] for r in lost_readers)
-    assert not scene.split.leftovers
+    assert not scene.pipeline.leftovers
 
 
-def test_while_all_is_away_an_answer_waits() -> None:
+def test_an_answer_waits_while_all_its_messages_are_in_flight() -> None:
     scene = Scene()
-    events = scene.split.engine.generate(asks(SHORT[:7], 5))
+    events = scene.pipeline.engine.generate(asks(SHORT[:7], 5))
     while next(events) is not None:
         pass
-    (away,) = scene.link.away
+    (message,) = scene.link.in_flight
     assert [next(events) for _ in range(5)] == [None] * 5
-    scene.link.compute(away)
-    assert next(events) is None and scene.link.away == [away]
-    scene.link.bring(away)
+    scene.link.compute(message)
+    assert next(events) is None and scene.link.in_flight == [message]
+    scene.link.bring(message)
     assert next(events) is not None
     events.close()
 
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_chunks_of_which_some_are_lost_end_their_answer_once(count: int) -> None:
-    """Errors behind the first one are dropped."""
+    """Errors after the first one are dropped."""
     scene = Scene(THREE)
     reader = scene.ask(asks(LONG, 5))
     scene.settle()
-    lost = list(scene.link.away)
-    assert [away.kind for away in lost] == ["chunk"] * 4
-    for away in lost[:count]:
-        scene.link.lose(away)
+    lost = list(scene.link.in_flight)
+    assert [message.kind for message in lost] == ["chunk"] * 4
+    for message in lost[:count]:
+        scene.link.lose(message)
     scene.finish()
     assert isinstance(reader.fault, PeerLost) and "did not answer" in str(reader.fault)
     _ = scene.answered(replace(reader.request, attempt=2))
-    assert not scene.split.leftovers
+    assert not scene.pipeline.leftovers
 
 
 def test_a_question_that_is_lost_ends_its_answer() -> None:
     scene = Scene(THREE, ROOM)
     reader = scene.of_kind("question")
-    scene.link.lose(scene.until(lambda away: away.kind == "question"))
+    scene.link.lose(scene.until(lambda message: message.kind == "question"))
     scene.finish()
     assert isinstance(reader.fault, PeerLost)
     again = scene.answered(replace(reader.request, attempt=2))
     assert again.end is not None and again.end.stats.cached_tokens == 3 * CHUNK
-    assert not scene.split.leftovers
+    assert not scene.pipeline.leftovers
 
 
 def test_a_round_sets_out_only_when_all_before_it_is_back() -> None:
@@ -198,13 +199,13 @@ def test_a_round_sets_out_only_when_all_before_it_is_back() -> None:
     scene.link.sent.clear()
     after = scene.ask(replace(engine_request, attempt=2, replay=tuple(earlier.rounds[:20])))
     scene.settle()
-    away = list[list[str]]()
-    while len(scene.link.away) != 1 or scene.link.away[0].kind != "round":
-        away.append([each.kind for each in scene.link.away])
-        scene.bring(scene.link.away[0])
+    kinds = list[list[str]]()
+    while len(scene.link.in_flight) != 1 or scene.link.in_flight[0].kind != "round":
+        kinds.append([each.kind for each in scene.link.in_flight])
+        scene.bring(scene.link.in_flight[0])
     chunk, log = ["chunk"], ["log"]
     # Three chunks for two stages: one more than they compute.
-    assert away == [chunk * 3, chunk * 3, chunk * 2, chunk, log * 3, log * 2, log]
+    assert kinds == [chunk * 3, chunk * 3, chunk * 2, chunk, log * 3, log * 2, log]
     assert [len(block.replayed) for block in scene.link.sent[4:7]] == [8, 8, 3]
     scene.finish()
     assert tokens_of(earlier)[:20] + tokens_of(after) == alone(engine_request)
@@ -215,7 +216,7 @@ def test_prompts_of_one_forward_set_out_as_far_as_they_keep_all_stages_busy() ->
     scene = Scene()
     readers = [scene.ask(asks(prompt(i, CHUNK), 2)) for i in range(4)]
     scene.settle()
-    assert [away.kind for away in scene.link.away] == ["chunk"] * 3
+    assert [message.kind for message in scene.link.in_flight] == ["chunk"] * 3
     scene.finish()
     assert all(tokens_of(reader) == alone(reader.request) for reader in readers)
 
@@ -227,10 +228,10 @@ def test_a_log_of_one_round_is_followed_by_rows_when_the_prompt_is_back() -> Non
     earlier = scene.answered(engine_request)
     after = scene.ask(replace(engine_request, attempt=2, replay=tuple(earlier.rounds[:1])))
     scene.settle()
-    while scene.link.away[0].kind == "chunk":
-        assert {away.kind for away in scene.link.away} == {"chunk"}
-        scene.bring(scene.link.away[0])
-    assert [away.kind for away in scene.link.away] == ["round"]
+    while scene.link.in_flight[0].kind == "chunk":
+        assert {message.kind for message in scene.link.in_flight} == {"chunk"}
+        scene.bring(scene.link.in_flight[0])
+    assert [message.kind for message in scene.link.in_flight] == ["round"]
     scene.finish()
     assert tokens_of(earlier)[:1] + tokens_of(after) == alone(engine_request)
 
@@ -249,7 +250,7 @@ def test_groups_on_their_way_come_back_in_any_order() -> None:
 
 
 def _all_shared(scene: Scene) -> bool:
-    return all(len(away.keys) == 2 for away in scene.link.able())
+    return all(len(message.keys) == 2 for message in scene.link.able())
 
 
 # ----------------------------------------------------------------------------------- random traces
@@ -277,7 +278,7 @@ class Trace:
                 self.cancelled += 1
                 scene.cancel(draw.choice(scene.live))
             elif kind < 0.16:
-                scene.split.replace(draw.randrange(len(scene.split.workers)))
+                scene.pipeline.replace(1 + draw.randrange(len(scene.pipeline.workers)))
             else:
                 self._go_on()
             if draw.random() < 0.7:
@@ -286,7 +287,7 @@ class Trace:
         while scene.live:
             scene.finish()
             self._follow(readers)
-        assert not scene.split.leftovers
+        assert not scene.pipeline.leftovers
         for reader in readers:
             before = self._told.get(reader.request.request, [])
             got = [(r.tokens, r.logprobs) for r in (*before, *reader.rounds)]
@@ -304,13 +305,13 @@ class Trace:
         able = self.scene.link.able()
         if not able:
             return
-        away = self._draw.choice(able)
-        if away.trip is not None and self._draw.random() < 0.02:
-            self.scene.link.lose(away)
-        elif not away.is_computed and self._draw.random() < 0.4:
-            self.scene.link.compute(away)
+        message = self._draw.choice(able)
+        if message.trip is not None and self._draw.random() < 0.02:
+            self.scene.link.lose(message)
+        elif not message.is_computed and self._draw.random() < 0.4:
+            self.scene.link.compute(message)
         else:
-            self.scene.link.bring(away)
+            self.scene.link.bring(message)
 
     def _follow(self, readers: list[Reader]) -> None:
         """The next attempts of those that failed, as their entry nodes make them."""
