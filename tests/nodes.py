@@ -136,11 +136,13 @@ def start_process(
     *flags: str,
     env: Mapping[str, str] | None = None,
     log: Path | None = None,
+    terminal: int | None = None,
     command: Sequence[str] = (COMMAND,),
 ) -> "subprocess.Popen[bytes]":
     """`exo-node start` on loopback and free ports, whatever this process's environment says.
 
-    `command` stands for `exo-node`; its process must become the node's, as nsenter's does.
+    `terminal`: the file descriptor that stands in for the log and for the input. `command` stands
+    for `exo-node`; its process must become the node's, as nsenter's does.
     """
     data_dir.mkdir(parents=True, exist_ok=True)
     output = (log or data_dir / "log").open("wb")
@@ -150,9 +152,9 @@ def start_process(
         return subprocess.Popen(
             [*command, "start", *base, *ports, *flags],
             env={**environment(), **(env or {})},
-            stdout=output,
-            stderr=output,
-            stdin=subprocess.DEVNULL,
+            stdout=output if terminal is None else terminal,
+            stderr=output if terminal is None else terminal,
+            stdin=subprocess.DEVNULL if terminal is None else terminal,
         )
 
 
@@ -163,18 +165,20 @@ def node(
     env: Mapping[str, str] | None = None,
     command: Sequence[str] = (COMMAND,),
     connect: Connect = on_loopback,
+    log: Path | None = None,
     measures: bool = False,
-    sound: bool = False,
+    sound: bool | None = None,
 ) -> Generator[Node]:
     """A ready node that is killed at the end; tests of an orderly end call `stop`.
 
     A node that `measures` neither receives nor shares measurements of the session's loads. With
-    --models-dir a node shares its own only if the models are `sound`: others may be broken.
+    --models-dir a node shares its own only if the models are `sound`: others may be broken. False:
+    its own disk may be.
     """
     if not measures:
-        kept_profiles.seed(data_dir, source=sound or "--models-dir" not in flags)
-    process = start_process(data_dir, *flags, env=env, command=command)
-    log = data_dir / "log"
+        kept_profiles.seed(data_dir, source="--models-dir" not in flags if sound is None else sound)
+    log = log or data_dir / "log"
+    process = start_process(data_dir, *flags, env=env, log=log, command=command)
     try:
         record = data_dir / "node.json"
         eventually(lambda: record.exists() or process.poll() is not None, READY_WITHIN_S)

@@ -2,7 +2,7 @@
 
 Blocks travel as frames (cut, checked, put together), so that what is tested is what runs. The link
 answers at once, or while it `holds` when a test says so; a stage can be lost or replaced.
-`paced.py` puts the services, queues and ring of a runner in the link's place, in virtual time.
+`PacedPipeline` (`test_paced_pipeline.py`) puts a runner's services in its place, in virtual time.
 """
 
 import functools

@@ -121,7 +121,6 @@ _USUAL: Final[Mapping[str, Any]] = {
 
 _SLIDING = (["sliding_attention"] * 2 + ["full_attention"]) * 2
 _LINEAR = (["linear_attention"] * 2 + ["full_attention"]) * 2
-_CONV = (["conv"] * 2 + ["full_attention"]) * 2
 _TWO_ROPES = {
     "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},

@@ -124,11 +124,3 @@ def kept_after_clearing(samples: list[Memory], clear_every: int = CLEAR_EVERY) -
         stretches[stretch] = min(s.kept, stretches.get(stretch, s.kept))
     *whole, _ = stretches.values()  # the last may have ended before its moment
     return max(whole)
-
-
-def accepted_by_quarter(rounds: Any) -> list[tuple[int, int]]:
-    """(accepted, drafted) in each quarter of an answer's rounds."""
-    drafted = [r for r in rounds if r.drafted]
-    size = len(drafted) // 4
-    quarters = [drafted[i * size : (i + 1) * size] for i in range(4)]
-    return [(sum(r.accepted for r in q), sum(r.drafted for r in q)) for q in quarters]

@@ -1,14 +1,10 @@
 """A node whose disk takes no term does not lead, reports why, and leads once it can store one."""
 
-import json
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-import kept_profiles
 from disks import FilledDisk, small_disk
-from nodes import Node, eventually, grpc_address, node, sees, start_process
+from nodes import Node, eventually, grpc_address, node, sees
 
 
 class Trouble(Protocol):
@@ -29,21 +25,6 @@ class RemovedFolder:
         _ = folder.with_suffix(".away").rename(folder)
 
 
-@contextmanager
-def node_with_log(folder: Path, log: Path, *flags: str) -> Generator[Node]:
-    """Starts a node as `nodes.node` does, with its log outside of the data folder."""
-    kept_profiles.seed(folder, source=False)
-    process = start_process(folder, *flags, log=log)
-    try:
-        record = folder / "node.json"
-        eventually(lambda: record.exists() or process.poll() is not None, 120)
-        assert process.poll() is None, log.read_text()
-        yield Node(process, folder, json.loads(record.read_text())["http_port"], log)
-    finally:
-        process.kill()
-        _ = process.wait()
-
-
 def readiness(running: Node) -> tuple[int, str]:
     reply = running.call("GET", "/health/ready")
     return reply.status, reply.body["reason"]
@@ -54,7 +35,9 @@ def check_that_it_leads_after(tmp_path: Path, folder: Path, trouble: Trouble) ->
     log = tmp_path / "second.log"
     with node(tmp_path / "first", "--no-mdns") as first:
         (folder / "cluster.key").write_bytes((tmp_path / "first" / "cluster.key").read_bytes())
-        with node_with_log(folder, log, "--no-mdns", "--peer", grpc_address(first)) as second:
+        with node(
+            folder, "--no-mdns", "--peer", grpc_address(first), log=log, sound=False
+        ) as second:
             eventually(lambda: sees(first, 2) and sees(second, 2), 120)
             trouble.begin(folder)
             first.process.kill()
@@ -88,7 +71,7 @@ def test_a_model_is_placed_and_answers_while_the_data_folders_disk_is_full(
     tmp_path: Path,
 ) -> None:
     folder, log = tmp_path / "small", tmp_path / "log"
-    with small_disk(folder), node_with_log(folder, log, "--no-mdns") as running:
+    with small_disk(folder), node(folder, "--no-mdns", log=log, sound=False) as running:
         FilledDisk().begin(folder)
         placement = running.call("POST", "/v1/placements", {"model": "demo"})
         assert placement.status == 200, placement

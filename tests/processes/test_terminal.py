@@ -4,13 +4,12 @@ import os
 import pty
 import re
 import select
-import subprocess
 import time
 from collections.abc import Generator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from nodes import COMMAND, environment, eventually, free_ports, node, on_loopback
+from nodes import eventually, free_ports, node, on_loopback, start_process
 
 WITHIN_S = 60.0
 
@@ -39,11 +38,7 @@ class _Terminal:
 @contextmanager
 def _node_on_a_terminal(data_dir: Path, *flags: str) -> Generator[_Terminal]:
     main, side = pty.openpty()
-    ports = ["--port", "0", "--grpc-port", "0", "--interface", "127.0.0.1"]
-    words = [COMMAND, "start", "--data-dir", str(data_dir), "--name", data_dir.name, *ports]
-    process = subprocess.Popen(
-        [*words, *flags], stdin=side, stdout=side, stderr=side, env=environment()
-    )
+    process = start_process(data_dir, *flags, terminal=side)
     os.close(side)
     try:
         yield _Terminal(main)

@@ -1,4 +1,4 @@
-"""Images of families without a draft head: what transformers' whole model answers."""
+"""Answers to prompts with images, in every family: what transformers' whole model answers."""
 
 # mlx is typed in part only.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -14,8 +14,12 @@ import pytest
 from engines import answer, request
 from forced_copies import FixedLength, force
 from pictures import (
+    DEEP,
+    DEEP_MIXTURE,
+    DENSE,
     GEMMA,
     MISTRAL,
+    MIXTURE,
     Conversation,
     conversations,
     loaded,
@@ -42,16 +46,23 @@ from exo_node.shard.model.tower import embedding_of
 from exo_node.shard.text.image_rows import PreparedImage
 from exo_node.shard.tools.bare_engine import bare_request
 
-CASES = range(4)
-FAMILIES = [pytest.param(GEMMA, id="gemma3"), pytest.param(MISTRAL, id="mistral3")]
-pytestmark = pytest.mark.parametrize("folder", FAMILIES)
+DEEPS, HEADLESS = (DEEP, DEEP_MIXTURE), (GEMMA, MISTRAL)
+FAMILIES = (DENSE, MIXTURE, *DEEPS, *HEADLESS)
+ROOM = 64 << 20
+each_case = pytest.mark.parametrize("number", range(4))
+no_head = pytest.mark.parametrize("folder", HEADLESS, ids=lambda folder: folder.name)
 
 
 def case(number: int, folder: Path) -> Conversation:
     return conversations(folder)[number]
 
 
-@pytest.mark.parametrize("number", CASES)
+def pieces(*cases: tuple[Path, *tuple[object, ...]]) -> list[Any]:
+    return [pytest.param(*each, id="-".join([each[0].name, *map(str, each[1:])])) for each in cases]
+
+
+@pytest.mark.parametrize("folder", FAMILIES, ids=lambda folder: folder.name)
+@each_case
 def test_prompts_and_features_are_the_oracles(folder: Path, number: int) -> None:
     it, model = case(number, folder), loaded(folder)
     assert model.tower is not None, model.images
@@ -76,19 +87,41 @@ def row_tokens(image: PreparedImage, placeholder: int) -> list[int]:
     return [*lines[:-1], last]
 
 
-@pytest.mark.parametrize("chunk", [8, 16, 40, 100, 256])
-@pytest.mark.parametrize("number", CASES)
+@pytest.mark.parametrize(
+    ("folder", "chunk", "k"),
+    pieces(
+        *((folder, 256, k) for folder in (DENSE, MIXTURE) for k in range(4)),
+        *((DENSE, chunk, 2) for chunk in (16, 40, 100)),
+        *((folder, chunk, 0) for folder in DEEPS for chunk in (16, 40, 256)),
+        *((folder, chunk, 0) for folder in HEADLESS for chunk in (8, 16, 40, 100, 256)),
+    ),
+)
+@each_case
 def test_answers_are_the_oracles_however_prompts_are_cut(
-    folder: Path, number: int, chunk: int
+    folder: Path, number: int, chunk: int, k: int
 ) -> None:
+    """Forwards may end within images. Twice, so that the second time some of it is cached."""
     it = case(number, folder)
-    got = answer(picture_engine(folder, prefill_chunk=chunk), picture_request(it, folder=folder))
-    require_right(got, it)
+    room = ROOM if folder in DEEPS else 0
+    engine = picture_engine(folder, prefill_chunk=chunk, prefix_cache_bytes=room)
+    for _ in range(2 if room else 1):
+        require_right(answer(engine, picture_request(it, k, folder)), it)
 
 
-@pytest.mark.parametrize("chunk", [8, 40, 256])
-@pytest.mark.parametrize("number", CASES)
-@pytest.mark.parametrize("bounds", [(0, 1, 4), (0, 2, 3, 4)])
+@pytest.mark.parametrize(
+    ("folder", "bounds", "chunk"),
+    pieces(
+        *((DENSE, bounds, chunk) for bounds in ((0, 2, 4), (0, 1, 3, 4)) for chunk in (16, 256)),
+        *((folder, (0, 2, 4), chunk) for folder in DEEPS for chunk in (16, 40, 256)),
+        *(
+            (folder, bounds, chunk)
+            for folder in HEADLESS
+            for bounds in ((0, 1, 4), (0, 2, 3, 4))
+            for chunk in (8, 40, 256)
+        ),
+    ),
+)
+@each_case
 def test_stages_answer_alike(
     folder: Path, bounds: tuple[int, ...], number: int, chunk: int
 ) -> None:
@@ -97,10 +130,13 @@ def test_stages_answer_alike(
     require_right(answer(engine, picture_request(it, folder=folder)), it)
 
 
-def test_requests_are_answered_beside_text(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("folder", "k"), pieces((DENSE, 0), (DENSE, 2), *((each, 0) for each in (*DEEPS, *HEADLESS)))
+)
+def test_requests_are_answered_beside_text(folder: Path, k: int) -> None:
     engine = picture_engine(folder)
-    text = request(case(0, folder).prompt_ids[:9], 0, 24)
-    readers = [Reader(picture_request(it, folder=folder)) for it in conversations(folder)]
+    text = request(case(0, folder).prompt_ids[:9], k, 24, top_logprobs=0)
+    readers = [Reader(picture_request(it, k, folder)) for it in conversations(folder)]
     readers.append(Reader(text))
     together(engine, readers)
     alone = answer(picture_engine(folder), replace(text, request="alone"))
@@ -110,7 +146,9 @@ def test_requests_are_answered_beside_text(folder: Path) -> None:
     assert all(r.end is not None and bool(r.end.stats.batched_tokens) == shares for r in readers)
 
 
+@pytest.mark.parametrize("folder", (DENSE, *HEADLESS), ids=lambda folder: folder.name)
 def test_stages_answer_them_beside_text(folder: Path) -> None:
+    """Two of each kind, so that each of the two groups of a pipeline has both."""
     engine = picture_pipeline((0, 2, 4), folder).engine
     text = request(case(0, folder).prompt_ids[:9], 0, 24)
     alone = answer(engine, replace(text, request="alone"))
@@ -119,57 +157,84 @@ def test_stages_answer_them_beside_text(folder: Path) -> None:
     together(engine, readers)
     expected = [it.greedy_ids for it in conversations(folder)[:2]] + [list(alone.ids)] * 3
     assert [reader.ids for reader in readers] == expected
+    assert folder != DENSE or all(r.end and r.end.stats.batched_tokens for r in readers)
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_a_second_turn_begins_behind_the_first(folder: Path, split: bool) -> None:
+@pytest.mark.parametrize(
+    ("folder", "k", "split"),
+    pieces(
+        *((DENSE, k, False) for k in (0, 2)),
+        (DENSE, 0, True),
+        *((folder, 0, split) for folder in HEADLESS for split in (False, True)),
+    ),
+)
+def test_a_second_turn_begins_after_the_first(folder: Path, k: int, split: bool) -> None:
     first, second = case(0, folder), case(2, folder)
-    fields = {"prefix_cache_bytes": 64 << 20, "prefill_chunk": 32}
+    fields = {"prefix_cache_bytes": ROOM, "prefill_chunk": 32}
     engine = picture_engine(folder, **fields)
     if split:
         engine = picture_pipeline((0, 2, 4), folder, **fields).engine
-    require_right(answer(engine, picture_request(first, folder=folder)), first)
-    require_right(answer(engine, picture_request(second, folder=folder)), second)
-    got = answer(engine, picture_request(second, folder=folder))
-    require_right(got, second)
-    ends = prefill_ends(
-        picture_request(second, folder=folder).prompt, 32, whole_images=folder == GEMMA
-    )
-    assert got.stats.cached_tokens == ends[-2] and got.stats.cached_tier == "memory"
+    asked = picture_request(second, k, folder)
+    require_right(answer(engine, picture_request(first, k, folder)), first)
+    got = [answer(engine, replace(asked, request=f"{number}")) for number in range(2)]
+    for each in got:
+        require_right(each, second)
+    cached = [each.stats.cached_tokens for each in got]
+    ends = prefill_ends(asked.prompt, 32, whole_images=folder == GEMMA)
+    assert cached[1] == ends[-2] and {each.stats.cached_tier for each in got} == {"memory"}
+    assert folder != DENSE or cached == [32, 128]
 
 
-def test_prefixes_on_disk_outlive_the_engine(folder: Path, tmp_path: Path) -> None:
-    it = case(1, folder)
+@pytest.mark.parametrize(
+    ("folder", "number", "k", "chunk"),
+    pieces((DENSE, 2, 2, 128), *((each, 1, 0, 64) for each in HEADLESS)),
+)
+def test_prefixes_on_disk_outlive_the_engine(
+    folder: Path, number: int, k: int, chunk: int, tmp_path: Path
+) -> None:
+    it = case(number, folder)
 
     def engine() -> TextEngine:
         made = PrefixDisk(tmp_path, "k", 1 << 30, loaded(folder).model.make_caches)
-        cache = 64 << 20
-        return picture_engine(folder, prefix_cache_bytes=cache, prefill_chunk=64, prefix_disk=made)
+        fields = {"prefix_cache_bytes": ROOM, "prefill_chunk": chunk}
+        return picture_engine(folder, prefix_disk=made, **fields)
 
     first = engine()
-    require_right(answer(first, picture_request(it, folder=folder)), it)
+    require_right(answer(first, picture_request(it, k, folder)), it)
     settle(first)
-    got = answer(engine(), picture_request(it, folder=folder))
+    got = answer(engine(), picture_request(it, k, folder))
     require_right(got, it)
     assert got.stats.cached_tokens >= 128 and got.stats.cached_tier == "disk"
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("number", CASES)
-def test_an_answer_is_resumed_after_a_loss(folder: Path, number: int, split: bool) -> None:
+@pytest.mark.parametrize(
+    ("folder", "k", "split"),
+    pieces(
+        (DENSE, 0, False),
+        (DENSE, 3, False),
+        (DENSE, 0, True),
+        *((folder, 0, split) for folder in HEADLESS for split in (False, True)),
+    ),
+)
+@each_case
+def test_an_answer_is_resumed_after_a_loss(folder: Path, number: int, k: int, split: bool) -> None:
     it = case(number, folder)
 
-    def engine() -> TextEngine:
-        return picture_pipeline((0, 2, 4), folder).engine if split else picture_engine(folder)
+    def engine(**fields: int) -> TextEngine:
+        if split:
+            return picture_pipeline((0, 2, 4), folder, **fields).engine
+        return picture_engine(folder, **fields)
 
-    whole = answer(engine(), picture_request(it, folder=folder))
+    whole = answer(engine(), picture_request(it, k, folder))
     log = [replace(round_, logprobs=()) for round_ in whole.rounds[:3]]
-    rest = answer(engine(), picture_request(it, folder=folder, replay=log, attempt=2))
+    again = picture_request(it, k, folder, replay=log, attempt=2)
+    rest = answer(engine(prefix_cache_bytes=ROOM if split else 0), again)
     delivered = [token for round_ in log for token in round_.tokens]
     assert [*delivered, *rest.ids] == it.greedy_ids
 
 
-@pytest.mark.parametrize("number", CASES)
+@no_head
+@each_case
 def test_copied_drafts_change_no_answer(folder: Path, number: int) -> None:
     it = case(number, folder)
     engine = picture_engine(folder, prompt_lookup=True)
@@ -186,6 +251,7 @@ def test_copied_drafts_change_no_answer(folder: Path, number: int) -> None:
         assert bool(got.stats.lookup_accepted_tokens) == rolls_back
 
 
+@no_head
 def test_a_prompts_last_forward_gives_the_logits_of_one_row(folder: Path) -> None:
     """The vocabulary is large, and an image has hundreds of rows."""
     it, model = picture_request(case(0, folder), folder=folder), loaded(folder)
@@ -199,6 +265,7 @@ def test_a_prompts_last_forward_gives_the_logits_of_one_row(folder: Path) -> Non
     assert output.logits.shape[0] == 1
 
 
+@no_head
 def test_text_is_bit_for_bit_what_it_was(folder: Path) -> None:
     """With layers of mlx-lm's own classes."""
     model, ids = loaded(folder).model, mx.array([[5, 9, 77, 3, 120] * 12])
@@ -215,7 +282,7 @@ def test_text_is_bit_for_bit_what_it_was(folder: Path) -> None:
 
 
 def logits(model: StageModel, ids: mx.array) -> mx.array:
-    """Of several rows, of some behind them, and of one."""
+    """Of several rows, of some after them, and of one."""
     caches, bounds = model.make_caches(), [0, 40, 59, 60]
     parts = [ids[:, a:b] for a, b in itertools.pairwise(bounds)]
     return mx.concatenate([cast("Any", model.model)(p, cache=caches) for p in parts], axis=1)

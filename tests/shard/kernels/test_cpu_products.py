@@ -23,7 +23,6 @@ from exo_node.shard.kernels.trial import KernelChoice
 from exo_node.shard.model import load
 
 ROW_MAJOR, PLAIN, TRANSPOSED = 101, 111, 112
-Sgemm = Callable[..., mx.array]
 
 
 @pytest.fixture(scope="module")
