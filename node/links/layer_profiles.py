@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ...placement.cluster import NOISE
 from ...proto import peer_pb2 as pb
 from ...proto.bounds import MAX_COUNT
-from ...shard.checkpoint.files import write_atomic
+from ...shard.checkpoint.files import read_bounded, write_atomic
 from ..machine.hardware import Hardware
 
 log = logging.getLogger(__name__)
@@ -115,7 +115,8 @@ class LayerProfiles:
         self._votes: dict[LayerProfileKey, _Votes] = {}
         self._lock = threading.Lock()
         """`store` runs in threads, because it blocks."""
-        for path in sorted(folder.glob(f"{_PREFIX}*.json"), key=lambda p: p.stat().st_mtime_ns):
+        files = ((p.lstat().st_mtime_ns, p) for p in folder.glob(f"{_PREFIX}*.json"))
+        for _, path in sorted(files):
             self._read(path)
 
     @classmethod
@@ -199,9 +200,7 @@ class LayerProfiles:
 
     def _read(self, path: Path) -> None:
         try:
-            if path.stat().st_size > MAX_BYTES:
-                raise ValueError(f"it has over {MAX_BYTES} bytes")
-            profile = _LayerProfile.model_validate_json(path.read_bytes())
+            profile = _LayerProfile.model_validate_json(read_bounded(path, MAX_BYTES))
             key = LayerProfileKey(**profile.key)
             if key.file != path.name:
                 raise ValueError("it was measured for something else")

@@ -2,14 +2,14 @@
 
 import asyncio
 import contextlib
-import errno
 import logging
-import os
-import stat
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final, Generic, TypeVar
+
+from ...shard.checkpoint.files import read_regular
+
+__all__ = ["BackgroundRead", "read_regular"]
 
 _LOG: Final = logging.getLogger(__name__)
 _LIMIT_S: Final = 1.0
@@ -58,19 +58,3 @@ class BackgroundRead(Generic[Value]):
 
         with contextlib.suppress(RuntimeError):  # the loop may be closed by now
             _ = run.get_loop().call_soon_threadsafe(publish)
-
-
-def read_regular(path: Path, limit: int, flags: int = 0) -> tuple[bytes, os.stat_result]:
-    """At most `limit` bytes of a regular file, and its status.
-
-    Raises OSError, also for a pipe or device, which might never end.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "it is no file")
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read(limit), status
-    finally:
-        os.close(descriptor)

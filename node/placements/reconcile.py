@@ -224,9 +224,9 @@ def _settle(here: Situation, desired: Desired, placement: ObservedPlacement) -> 
     planned = here.view.plan(desired, free, frugal=placement.plan.frugal)
     if isinstance(planned, ExoNodeError):
         return
-    if not (requested or all(map(here.is_steady, planned.nodes))):
-        return
     present = here.view.seconds(placement.plan, placement.nodes)
+    if present == inf or not (requested or all(map(here.is_steady, planned.nodes))):
+        return  # inf: a node of it is suspected, and answers again or is lost
     bounds = desired.options
     if not bounds.allows(placement.nodes) and bounds.allows(planned.nodes):
         here.replan(placement, f"{', '.join(planned.nodes)} can hold it again, as was requested")

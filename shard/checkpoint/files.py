@@ -1,9 +1,11 @@
 """The one writer of files that are replaced: whole or not at all, whatever happens meanwhile.
 
-Also names why a folder cannot be read.
+Also reads files that may be something else, and names why a folder cannot be read.
 """
 
+import errno
 import os
+import stat
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +53,30 @@ def draft(
         raise
     finally:
         new.unlink(missing_ok=True)
+
+
+def read_regular(path: Path, limit: int, flags: int = 0) -> tuple[bytes, os.stat_result]:
+    """At most `limit` bytes of a regular file, and its status.
+
+    Raises OSError, also for a pipe or device, which might never end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is no file")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(limit), status
+    finally:
+        os.close(descriptor)
+
+
+def read_bounded(path: Path, limit: int) -> bytes:
+    """A regular file of at most `limit` bytes. Raises OSError, and ValueError for a longer one."""
+    data, _ = read_regular(path, limit + 1)
+    if len(data) > limit:
+        raise ValueError(f"it has over {limit} bytes")
+    return data
 
 
 def access_fault(folder: Path) -> str:

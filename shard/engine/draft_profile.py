@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from ...mtp.drafting.costs import LONGEST_S, RECENT, RoundCosts
 from ...mtp.drafting.depth import Prior
 from ...mtp.probe import Identity
-from ..checkpoint.files import write_atomic
+from ..checkpoint.files import read_bounded, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -195,9 +195,7 @@ def _fields(fault: ValidationError) -> str:
 
 
 def _read(path: Path, key: DraftProfileKey) -> _Stored:
-    if path.stat().st_size > MAX_BYTES:
-        raise ValueError(f"it has over {MAX_BYTES} bytes")
-    stored = _Stored.model_validate_json(path.read_bytes())
+    stored = _Stored.model_validate_json(read_bounded(path, MAX_BYTES))
     if stored.key != asdict(key):
         raise ValueError("it was measured for something else")
     if len(stored.seen) != len(stored.accepted):

@@ -32,7 +32,7 @@ from ...placement.cluster import layer_range
 from ...placement.config import vocabulary_size
 from ...placement.errors import InvalidCard, LoadFailed
 from ...placement.split_refusal import SplitRefusal
-from ..checkpoint.files import write_atomic
+from ..checkpoint.files import read_bounded, write_atomic
 from .layer_view import LayerRecords
 from .model_faults import MODEL_FAULTS, headline
 from .open_model import mlx_lm_type, parameters_of
@@ -343,9 +343,7 @@ def _read(path: Path, key: _StoredResult) -> _StoredResult | None:
     if not path.exists():
         return None
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise ValueError(f"it has over {_MAX_BYTES} bytes")
-        result = _StoredResult.model_validate_json(path.read_bytes())
+        result = _StoredResult.model_validate_json(read_bounded(path, _MAX_BYTES))
     except (OSError, ValueError) as fault:
         reason = "malformed" if isinstance(fault, ValidationError) else str(fault)
         log.warning("the result of a check in %s cannot be used: %s", path.name, reason)

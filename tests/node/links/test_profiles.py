@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,24 @@ def test_a_file_that_is_no_profile_is_named_and_replaced(
     assert profiles.missing("f1", "float32", generator=False)
     profiles.store("f1", times())
     assert open_profiles(tmp_path).times() == [times()]
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "itself", "nowhere", ""])
+def test_what_is_no_file_neither_stops_nor_ends_a_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, target: str
+) -> None:
+    """A link to `target`; "": a pipe."""
+    open_profiles(tmp_path).store("f1", times())
+    [file] = tmp_path.iterdir()
+    file.unlink()
+    if target:
+        file.symlink_to(file.name if target == "itself" else target)
+    else:
+        os.mkfifo(file)
+    with caplog.at_level(logging.WARNING):
+        profiles = open_profiles(tmp_path)
+    assert file.name in caplog.text
+    assert profiles.times() == []
 
 
 def test_a_file_under_another_profiles_name_is_ignored(tmp_path: Path) -> None:

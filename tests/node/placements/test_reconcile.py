@@ -424,6 +424,8 @@ CASES = [
     Case("not to a node that comes and goes", [], [wish(used_s=130)],
          runners=[runner("p", 0, "b", WHOLE, ONE)], speeds={"b": 0.02, "c": 0.02},
          failures=[*failed("node", last_s=19), *failed("node", last_s=60)]),
+    Case("not while its node is suspected, when its speed is not known", [], [wish(used_s=130)],
+         runners=[runner("p", 0, "b", WHOLE, ONE)], speeds={"b": inf}),
     Case("at once where it is requested again", ["replan p", "unload p/0 on b"],
          [wish(requested_at=NOW - 1)], runners=[runner("p", 0, "b", WHOLE, ONE)],
          speeds={"b": 0.02}),

@@ -81,6 +81,7 @@ MUTANTS: Sequence[tuple[str, str, str, str]] = [
     ("placements move at once", "reconcile",
      "here.idle_s(desired, placement) >= here.timing.settle_after_s",
      "not here.is_used(placement)"),
+    ("a moment's suspicion moves a model", "reconcile", "if present == inf or not", "if not"),
     ("an explicit request moves nothing back", "reconcile",
      "requested = here.is_requested_since(desired, placement)", "requested = False"),
     ("what was never displaced moves", "reconcile",
