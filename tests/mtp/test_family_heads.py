@@ -209,9 +209,9 @@ def test_other_models_have_no_family() -> None:
 
 
 def test_families_are_imported_when_their_models_turn_up() -> None:
-    script = "import sys, exo_node.mtp.families.family\nprint(*sys.modules)"
+    script = "import sys, exo_node.mtp.families.table\nprint(*sys.modules)"
     command = [sys.executable, "-P", "-c", script]
     names = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     families = {f"mlx_lm.models.{name}" for name in FED}
-    assert "exo_node.mtp.families.family" in names
+    assert "exo_node.mtp.families.table" in names
     assert families.isdisjoint(names)

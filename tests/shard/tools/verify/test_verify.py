@@ -210,7 +210,7 @@ def leave_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def short(caches: Sequence[object], rows: int) -> None:
         rollback(caches, rows - 1 if rows > 1 else rows)
 
-    for module in ("engine.cache_set", "tools.verify.subject"):
+    for module in ("engine.states.cache_set", "tools.verify.subject"):
         monkeypatch.setattr(f"exo_node.shard.{module}.rollback", short)
 
 
