@@ -31,11 +31,15 @@ export function useAttachments(begun, noImages) {
   const [files, setFiles] = useState(begun.files);
   const [pending, setPending] = useState(0);
   const [fault, setFault] = useState("");
-  const add = (one) => (held) => (held.length < MOST ? [...held, one] : held);
+  const add = (one, what) => (held) => {
+    if (held.length < MOST) return [...held, one];
+    setFault(`A message takes ${MOST} ${what}; the first ${MOST} go with it.`);
+    return held;
+  };
   async function takeOne(file) {
-    if (!isImage(file)) return setFiles(add(await textOf(file)));
+    if (!isImage(file)) return setFiles(add(await textOf(file), "text files"));
     if (noImages) throw new Error(noImages);
-    return setUrls(add(await prepared(file)));
+    return setUrls(add(await prepared(file), "images"));
   }
   const take = async (given) => {
     setFault("");

@@ -196,6 +196,18 @@ def test_text_files_become_text_with_their_names(view: Visit, node: Node) -> Non
     assert view.violations() == []
 
 
+def test_more_files_than_a_message_takes_are_told(view: Visit) -> None:
+    """They were left out without a word."""
+    page = view.go()
+    expect(page.get_by_label("Message")).to_be_enabled()
+    for number in range(17):
+        attach(page, f"{number}.txt", b"x")
+    expect(page.get_by_role("alert")).to_have_text(
+        "A message takes 16 text files; the first 16 go with it."
+    )
+    expect(page.locator(".composer .files li")).to_have_count(16)
+
+
 def test_a_file_of_nothing_but_fences_is_quoted_too(view: Visit) -> None:
     """Its runs of backticks were arguments of one call, which takes fewer."""
     view.go()
