@@ -134,7 +134,7 @@ class EndAt:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class TableAnswer:
     """The steps of one answer, and its target, head and cache at the end."""
 
     steps: tuple[Step, ...]
@@ -181,10 +181,10 @@ def tell(
     runs_ahead: bool = False,
     fixed_rows: int = 0,
     **fields: Any,
-) -> Told:
+) -> TableAnswer:
     """Answers over tables to the end, or to what goes wrong; `draft` None decodes plainly.
 
-    `fields`: others of the request. Raises nothing: see `Told.end`.
+    `fields`: others of the request. Raises nothing: see `TableAnswer.end`.
     """
     model, head, caches = TableTarget(target), None, list[KVCache]()
     if draft is not None:
@@ -219,4 +219,4 @@ def tell(
     while engine.step():
         request.events_read = len(steps)
     (end,) = ends
-    return Told(tuple(steps), end, model, head, caches[-1])
+    return TableAnswer(tuple(steps), end, model, head, caches[-1])

@@ -50,6 +50,7 @@ enough others. `mixed`: each request of a batch has another option, and a K of i
 Cut = Literal["first", "middle", "last"]
 """The end of a log: behind the first round, in the middle, before the last round."""
 
+CUTS: Final[tuple[Cut, ...]] = ("first", "middle", "last")
 CHUNK: Final = 32
 """Rows of a prompt's forward."""
 STRICT_ROWS: Final = 4
@@ -294,10 +295,9 @@ def _behind_prefixes() -> Iterator[Case]:
 
 
 def _resumed() -> Iterator[Case]:
-    cuts: tuple[Cut, ...] = ("first", "middle", "last")
     for model in ("hybrid", "uneven"):
         for k in range(4):
-            yield from (Case("resumed", model, k=k, cut=cut) for cut in cuts)
+            yield from (Case("resumed", model, k=k, cut=cut) for cut in CUTS)
     for model in ("full", "latent", "quantised"):
         yield from (Case("resumed", model, k=k, cut="middle") for k in range(4))
     for model in DRAFTING:
@@ -321,10 +321,13 @@ def _options() -> Iterator[Case]:
         yield Case("stages", "hybrid", option=option, stages=2)
         yield Case("resumed", "hybrid", k=2, option=option, cut="middle")
     yield from (Case("alone", "hybrid", k=k, option="last") for k in (0, 2))
+    for k in (0, 3):
+        yield from (Case("resumed", "hybrid", k=k, option="barred", cut=cut) for cut in CUTS)
     # Log-probabilities of uneven numbers show every forward that is not that of before.
     yield from (Case("resumed", "uneven", k=k, option="logprobs", cut="middle") for k in (0, 2))
     yield Case("resumed", "uneven", option="logprobs", stages=2, cut="middle")
     yield Case("prefix", "uneven", k=2, option="logprobs")
+    yield Case("prefix", "hybrid", k=3, option="seeded")
     yield Case("strict", "uneven", k=2, option="logprobs")
     yield from (Case("strict", "hybrid", k=k, option="seeded") for k in (0, 2, 3))
     yield Case("strict", "hybrid", k=3, option="grammar")

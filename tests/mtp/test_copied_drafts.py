@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from forced_copies import FixedLength
-from tables import PROMPT, EndAt, Logits, Told, random_table, tell
+from tables import PROMPT, EndAt, Logits, TableAnswer, random_table, tell
 from test_distribution import (
     DRAFTS,
     FILTERS,
@@ -45,7 +45,7 @@ def told(
     prompt: Sequence[int] = PROMPT,
     max_tokens: int = 120,
     **fields: object,
-) -> Told:
+) -> TableAnswer:
     """An answer that repeats itself; `length` 0: nothing is copied."""
     table = _table()
     lookup = PromptLookup(prompt, FixedLength(length)) if length else None
@@ -61,7 +61,7 @@ def told(
     )
 
 
-def copies(answer: Told) -> tuple[int, int]:
+def copies(answer: TableAnswer) -> tuple[int, int]:
     """Drafts that were copied, and how many of them stood."""
     rounds = [each for each in answer.rounds if each.is_copied]
     return sum(each.drafted for each in rounds), sum(each.accepted for each in rounds)

@@ -182,46 +182,63 @@ def test_members_join_and_leave_in_the_middle(seed: int) -> None:
     assert sum(shared_copies(reader) for reader in readers)
 
 
-def test_behind_prefixes() -> None:
+@pytest.mark.parametrize("numbers", [[1], [1, 2]], ids=["alone", "together"])
+def test_after_prefixes(numbers: list[int]) -> None:
+    """The whole prompt is indexed, its cached rows too."""
     served = copying(prefix_cache_bytes=1 << 26)
-    made = [repeating(number, 1) for number in (1, 2)]
+    made = [repeating(number, 1) for number in numbers]
     long = [replace(r, prompt=[*prompt(9, 300), *r.prompt]) for r in made]
     copies = 0
     for attempt in range(2):
         readers = [Reader(replace(r, request=f"{attempt}-{i}")) for i, r in enumerate(long)]
         together(served, readers)
         assert_plain(readers)
-        copies += sum(shared_copies(reader) for reader in readers)
+        rounds = [r for reader in readers for r in reader.rounds if r.is_copied]
+        copies += sum(len(numbers) == 1 or r.forward.batch > 1 for r in rounds)
     assert all(reader.end and reader.end.stats.cached_tokens for reader in readers)  # pyright: ignore
     assert copies
 
 
-def test_a_copy_ends_before_what_a_grammar_forbids() -> None:
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("body", "others"),
+    [("abcabcabcabcabcabd", []), ("abcabcabcabcabcabcabcabe", [2])],
+    ids=["alone", "together"],
+)
+def test_a_copy_ends_before_what_a_grammar_forbids(body: str, others: list[int]) -> None:
+    """The prompt goes on otherwise than that allows. Alone, only whole copies are drafted."""
     served = copying(3)
     text = {"type": "string", "enum": ["abcabcabcabcabcabd"]}
-    rows = served.codec.encode_text('"abcabcabcabcabcabcabcabe')
+    rows = served.codec.encode_text(f'"{body}')
 
     def structured(*, lookup: bool) -> EngineRequest:
         spec = GrammarSpec("json_schema", json.dumps(text), "f")
         matcher = served.codec.grammars.compile(spec, Gate())
         return request([*rows, *prompt(1)], 0, TOKENS, grammar=matcher, lookup=lookup)
 
-    bound, free = Reader(structured(lookup=True)), Reader(repeating(2))
-    together(served, [bound, free])
+    bound, free = Reader(structured(lookup=True)), [Reader(repeating(each)) for each in others]
+    together(served, [bound, *free])
     assert tuple(bound.ids) == answer(served, structured(lookup=False)).ids
-    assert_plain([free])
-    assert shared_copies(bound) and shared_copies(free)
+    assert_plain(free)
+    assert any(r.is_copied for r in bound.rounds)
+    assert not free or all(map(shared_copies, (bound, *free)))
     assert all(r.accepted == r.drafted for r in bound.rounds)
 
 
-def test_stats_tell_copies_from_the_heads_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.smoke
+@pytest.mark.parametrize("others", [[], [4]], ids=["alone", "together"])
+def test_stats_tell_copies_from_the_heads_drafts(
+    others: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     never_resumes(monkeypatch)
     reader = Reader(repeating(1, 2))
-    together(copying(), [reader, Reader(prose(4, 2, max_tokens=2 * TOKENS))])
+    company = [Reader(prose(each, 2, max_tokens=2 * TOKENS)) for each in others]
+    together(copying(), [reader, *company])
     assert reader.end is not None
     stats, copies = reader.end.stats, [r for r in reader.rounds if r.is_copied]
     by_head = [r for r in reader.rounds if r.drafted and not r.is_copied]
-    assert copies and by_head and stats.batched_tokens
+    assert copies and by_head and bool(stats.batched_tokens) == bool(others)
+    assert stats.spec_decode_rounds == len(copies) + len(by_head)
     assert stats.lookup_rounds == len(copies)
     assert stats.lookup_proposed_tokens == sum(r.drafted for r in copies)
     assert stats.lookup_accepted_tokens == sum(r.accepted for r in copies)

@@ -33,7 +33,6 @@ from prefixes import (
 from small import small_spec
 from zoo import VOCABULARY
 
-from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import NumericError
 from exo_node.shard.engine.prefixes.prompt_path import key_of
 from exo_node.shard.engine.text_engine import TextEngine
@@ -98,14 +97,6 @@ def test_what_a_plain_answer_kept_gives_a_drafting_one_the_same_drafts() -> None
     assert first.stats.cached_tokens == 0 < second.stats.cached_tokens
     plain = answer(warm, request(SECOND, 0, TOKENS))
     assert plain.stats.cached_tokens == second.stats.cached_tokens
-
-
-def test_a_seeded_answer_is_the_cold_one() -> None:
-    sampling = Sampling(temperature=1.0, seed=5)
-    warm = engine()
-    _ = answer(warm, request(FIRST, 3, TOKENS))
-    got = answer(warm, request(SECOND, 3, TOKENS, sampling=sampling))
-    assert got.stats.cached_tokens and comparable(got) == cold(SECOND, 3, sampling=sampling)
 
 
 def traces(seed: int, count: int) -> list[list[int]]:

@@ -2,7 +2,6 @@
 
 # pyright: reportPrivateUsage=false
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +20,6 @@ from exo_node.shard.engine.draft_profile import DraftProfile, DraftProfileKey
 from exo_node.shard.engine.lookup_control import LENGTHS, NOT_ASKED, STATE_LENGTHS
 from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.text_engine import TextEngine
-from exo_node.shard.text.grammars.grammar import Gate
-from exo_node.shard.text.grammars.grammars import GrammarSpec
 
 TOKENS = 48
 COOL = Sampling(temperature=0.02, seed=11)
@@ -64,20 +61,6 @@ def test_answers_are_those_without_it(sampling: Sampling, k: int) -> None:
         assert copied(result) > 0 or sampling is COOL
 
 
-def test_stats_tell_copies_from_the_heads_drafts() -> None:
-    plain = answer(engine(), asked(lookup=False))
-    result = answer(copying(), asked(2, repeats=plain.ids))
-    stats, copies = result.stats, [r for r in result.rounds if r.is_copied]
-    by_head = [r for r in result.rounds if r.drafted and not r.is_copied]
-    assert copies and by_head
-    assert stats.lookup_rounds == len(copies)
-    assert stats.lookup_proposed_tokens == sum(r.drafted for r in copies)
-    assert stats.lookup_accepted_tokens == sum(r.accepted for r in copies)
-    assert stats.spec_decode_rounds == len(copies) + len(by_head)
-    assert stats.accepted_draft_tokens == sum(r.accepted for r in (*copies, *by_head))
-    assert stats.lookup_reason == ""
-
-
 def test_without_a_head_copies_are_the_only_drafts() -> None:
     headless = small_engine(native_mtp=False)
     force(headless.lookup, FixedLength(7))
@@ -88,16 +71,6 @@ def test_without_a_head_copies_are_the_only_drafts() -> None:
     assert (plain.stats.drafter_kind, plain.stats.draft_policy) == ("none", "none")
     assert (result.end.identity, plain.end.identity) == ("bitwise", "off")
     assert plain.stats.lookup_reason == NOT_ASKED
-
-
-def test_behind_a_cached_prefix_the_whole_prompt_is_indexed() -> None:
-    served = copying(prefix_cache_bytes=1 << 26)
-    body = [*answer(engine(), asked(lookup=False)).ids, *prompt(3, 300)]
-    first = answer(served, asked(repeats=body))
-    again = answer(served, asked(repeats=body))
-    assert again.stats.cached_tokens > 0
-    assert again.ids == first.ids
-    assert copied(again) == copied(first) > 0
 
 
 @pytest.mark.parametrize("k", [0, 2])
@@ -111,24 +84,6 @@ def test_a_resumed_answer_is_the_same_and_counts_all_its_copies(k: int) -> None:
         assert tuple(t for r in log for t in r.tokens) + rest.ids == whole.ids
         logged = sum(r.is_copied for r in log)
         assert rest.stats.lookup_rounds == logged + sum(r.is_copied for r in rest.rounds)
-
-
-def test_a_copy_ends_before_the_first_token_that_a_grammar_forbids() -> None:
-    """The prompt repeats a text that the grammar allows only at its beginning."""
-    served = copying(3)
-    text = {"type": "string", "enum": ["abcabcabcabcabcabd"]}
-    spec = GrammarSpec("json_schema", json.dumps(text), "f")
-
-    def structured(*, lookup: bool) -> EngineRequest:
-        matcher = served.codec.grammars.compile(spec, Gate())
-        rows = served.codec.encode_text('"abcabcabcabcabcabcabcabe')
-        return request([*rows, *prompt(1)], 0, TOKENS, grammar=matcher, lookup=lookup)
-
-    plain = answer(served, structured(lookup=False))
-    result = answer(served, structured(lookup=True))
-    assert result.ids == plain.ids
-    for each in result.rounds:
-        assert each.accepted == each.drafted
 
 
 PROFILE = DraftProfileKey("chip", "f" * 64, "float32", "0", 0, 0)

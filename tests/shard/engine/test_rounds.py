@@ -10,9 +10,9 @@ from tables import (
     PROMPT,
     EndAt,
     Logits,
+    TableAnswer,
     TableHead,
     TableTarget,
-    Told,
     random_table,
     tell,
 )
@@ -42,11 +42,11 @@ def greedy_ids(length: int = BUDGET) -> tuple[int, ...]:
     return tuple(ids[len(PROMPT) :])
 
 
-def drafted(k: int, name: str = "half", **changes: Any) -> Told:
+def drafted(k: int, name: str = "half", **changes: Any) -> TableAnswer:
     return tell(TARGET, DRAFTS[name] if k else None, k, **changes)
 
 
-def assert_caches_fit(result: Told, prompt: tuple[int, ...] = PROMPT) -> None:
+def assert_caches_fit(result: TableAnswer, prompt: tuple[int, ...] = PROMPT) -> None:
     """The target's has the rows of the prompt and of the answer but its last token, which a plain
     round that was in flight may have written; the head's has all those before its last draft."""
     text = [*prompt, *result.ids]
@@ -168,7 +168,7 @@ SAMPLINGS = [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, se
 @pytest.mark.parametrize("k", [0, 1, 2, 3])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_a_replay_from_any_cut_goes_on_with_the_same_rounds(k: int, sampling: Sampling) -> None:
-    def run(replay: tuple[Round, ...] = ()) -> Told:
+    def run(replay: tuple[Round, ...] = ()) -> TableAnswer:
         return drafted(k, sampling=sampling, replay=replay, ending=EndAt(10))
 
     whole = run()

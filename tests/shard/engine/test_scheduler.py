@@ -40,7 +40,7 @@ def reader(prompt: int = 1024, rows: int = 0, **fields: Any) -> Request:
 
 
 @dataclass(slots=True, eq=False)
-class Away(Flight):
+class InFlight(Flight):
     """A piece of work that other nodes have."""
 
     is_of_a_prompt: bool = False
@@ -298,7 +298,7 @@ def test_nothing_to_do_is_nothing() -> None:
 
 def chunk(of: Request) -> Flight:
     """A chunk of a prompt, on its way."""
-    return Away((of,), is_of_a_prompt=True, may_be_followed=True)
+    return InFlight((of,), is_of_a_prompt=True, may_be_followed=True)
 
 
 def over(stages: int) -> Scheduler:
@@ -310,7 +310,7 @@ def rounds(sched: Scheduler, live: list[Request], flights: list[Flight]) -> list
     """Rounds until none may follow, by the places of their requests; they are away then."""
     groups = list[set[int]]()
     while isinstance(step := sched.plan(live, flights, in_prefill=False), Decode):
-        flights.append(Away(step.requests))
+        flights.append(InFlight(step.requests))
         groups.append({live.index(each) for each in step.requests})
     assert step is None
     return groups
@@ -355,7 +355,7 @@ def test_a_group_of_too_many_is_parted_when_others_end() -> None:
     assert sorted(map(sorted, rounds(sched, live, []))) == [[0], [2]]
 
 
-def test_a_member_joins_behind_the_round_that_is_away() -> None:
+def test_a_member_joins_behind_the_round_in_flight() -> None:
     sched, live, flights = over(2), [request(), request()], list[Flight]()
     _ = rounds(sched, live, flights)
     live.append(request())
@@ -383,11 +383,11 @@ def test_a_forward_that_was_begun_here_goes_on_whatever_is_under_way() -> None:
 
 
 @pytest.mark.parametrize("what", ["a question for prefixes", "the end of its prompt"])
-def test_a_prompt_waits_for_what_is_away(what: str) -> None:
+def test_a_prompt_waits_for_what_is_in_flight(what: str) -> None:
     waiting = reader(rows=1024 if what == "the end of its prompt" else 0)
-    assert over(2).plan([waiting], [Away((waiting,))], in_prefill=False) is None
+    assert over(2).plan([waiting], [InFlight((waiting,))], in_prefill=False) is None
     other = reader()
-    assert over(2).plan([waiting, other], [Away((waiting,))], in_prefill=False) == Prefill(
+    assert over(2).plan([waiting, other], [InFlight((waiting,))], in_prefill=False) == Prefill(
         (other,), (other.next_end,)
     )
 
@@ -395,7 +395,7 @@ def test_a_prompt_waits_for_what_is_away(what: str) -> None:
 def test_rounds_that_are_away_hold_up_no_prompt() -> None:
     sched, live = over(2), [request(), reader()]
     sched.charge(100.0, for_prefill=True)
-    assert isinstance(sched.plan(live, [Away((live[0],))], in_prefill=False), Prefill)
+    assert isinstance(sched.plan(live, [InFlight((live[0],))], in_prefill=False), Prefill)
     # It is back: it was owed nothing while it could not have had it, and has one round.
     assert sched.plan(live, [], in_prefill=False) == Decode((live[0],))
     live[0].turn = 10**6

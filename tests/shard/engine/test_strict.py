@@ -70,7 +70,7 @@ class Scripted:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class StrictAnswer:
     rounds: tuple[Round, ...]
     caches: list[Any]
 
@@ -91,7 +91,7 @@ def tell_strict(
     rows: int,
     sampling: Sampling = SAMPLINGS["greedy"],
     drafts: Scripted | None = None,
-) -> Told:
+) -> StrictAnswer:
     """`rows` 0: not strict."""
     caches: list[Any] = []
 
@@ -108,7 +108,7 @@ def tell_strict(
     chooser, k = Sampler(sampling, 0), drafts.k if drafts else 0
     engine_request = bare_request(PROMPT, TOKENS, 8, k, sampler=chooser, top_logprobs=0)
     (rounds,) = rounds_of(engine, [engine_request])
-    return Told(rounds, caches)
+    return StrictAnswer(rounds, caches)
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -157,7 +157,7 @@ def test_rows_do_not_see_the_padding_behind_them(
     model = model_of(name)
     script = tell_strict(model, 4).ids
 
-    def with_padding(padding: int) -> Told:
+    def with_padding(padding: int) -> StrictAnswer:
         monkeypatch.setattr("exo_node.shard.engine.batch.PADDING_ID", padding)
         return tell_strict(model, 4, drafts=Scripted(script, k) if k else None)
 
