@@ -65,6 +65,7 @@ def import_gguf(
             "`llama-gguf-split --merge` does) and import the whole file",
             param="split.count",
         )
+    version = _version(file)
     model, texts = model_of(file), text_files(file)
     file.require_bytes(
         {tensor.name: stored_bytes(file, tensor) for tensor in file.tensors.values()}
@@ -86,8 +87,15 @@ def import_gguf(
         )
         _ = read_checkpoint(folder)
         _ = open_model(folder)  # mlx-lm's class takes each tensor and its shape
+        if _version(file) != version:
+            raise file.fault("changed while it was read; another program may still be writing it")
     matrices = (each for name, each in chosen.items() if len(file.tensors[name].shape) > 1)
     return dict(Counter(str(each or 16) for each in matrices))
+
+
+def _version(file: GgufFile) -> tuple[int, int, int]:
+    status = file.path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def _bits(file: GgufFile, model: GgufModel, name: str, bits: int | None) -> int | None:

@@ -300,6 +300,27 @@ def test_a_kind_that_needs_the_package_names_the_command(
     assert stored_bytes(own, own.tensors["w"]) > 0
 
 
+@pytest.mark.parametrize("way", ["written", "replaced", "longer"])
+def test_a_file_that_changes_meanwhile_is_refused_and_leaves_nothing(
+    tmp_path: Path, way: str
+) -> None:
+    """A download that allocates its file first would become a model of zeros."""
+    file = read_gguf(write_model(tmp_path / "m.gguf", "qwen3", *tiny_model("qwen3")))
+    content = file.path.read_bytes()
+
+    def change(*_: object) -> None:
+        if way == "replaced":
+            assert (tmp_path / "new").write_bytes(content)
+            (tmp_path / "new").replace(file.path)
+            return
+        with file.path.open("r+b" if way == "written" else "ab") as opened:
+            assert opened.write(content[:100])
+
+    with pytest.raises(InvalidCheckpoint, match="changed while it was read"):
+        _ = import_gguf(file, tmp_path / "m", report=change)
+    assert [each.name for each in tmp_path.iterdir()] == ["m.gguf"]
+
+
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, config = tiny_model("llama")
     file = read_gguf(write_model(tmp_path / "m.gguf", "llama", model, config))
