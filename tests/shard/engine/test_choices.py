@@ -131,13 +131,17 @@ def test_a_choice_that_is_cancelled_within_the_prompt_leaves_it_to_the_next(
     assert_as_alone(others)
 
 
-@pytest.mark.parametrize("changes", [{"uses_cache": False}, {}])
-def test_choices_without_a_cache_read_beside_each_other(
-    changes: dict[str, Any], rows: list[int]
+@pytest.mark.parametrize(
+    ("room", "k", "changes"),
+    [(ROOM, 0, {"uses_cache": False}), (0, 0, {}), (1000, 1, {})],
+    ids=["asked not to", "no cache", "a cache without room for the prompt"],
+)
+def test_choices_that_cache_nothing_read_beside_each_other(
+    room: int, k: int, changes: dict[str, Any], rows: list[int]
 ) -> None:
     """They do not wait for what nothing keeps."""
-    served = engine(prefix_cache_bytes=ROOM if changes else 0)
-    readers = [Reader(each) for each in choices(FIRST, 0, 3, **changes)]
+    served = engine(prefix_cache_bytes=room)
+    readers = [Reader(each) for each in choices(FIRST, k, 3, **changes)]
     driven(served, readers)
     assert sum(rows) == 3 * len(FIRST)
     assert_as_alone(readers)
@@ -149,14 +153,6 @@ def test_choices_that_do_not_fit_the_context_together_take_turns(rows: list[int]
     readers = [Reader(each) for each in choices(FIRST, 1, 4)]
     driven(served, readers)
     assert sum(rows) == read_once(4)
-    assert_as_alone(readers)
-
-
-def test_a_prompt_that_has_no_room_is_read_by_each_choice(rows: list[int]) -> None:
-    served = engine(prefix_cache_bytes=1000)
-    readers = [Reader(each) for each in choices(FIRST, 1, 3)]
-    driven(served, readers)
-    assert sum(rows) == 3 * len(FIRST)
     assert_as_alone(readers)
 
 

@@ -75,11 +75,14 @@ def test_a_group_is_formed_anew_only_where_others_than_before_share_it(
 # ---------------------------------------------------------------------------- what is not the same
 
 
-@pytest.mark.parametrize("bounds", [TWO, pytest.param(THREE, marks=pytest.mark.smoke)])
+@pytest.mark.parametrize(
+    ("bounds", "stage"),
+    [(TWO, 0), (TWO, 1), pytest.param(THREE, 1, marks=pytest.mark.smoke)],
+)
 def test_what_a_stage_computes_otherwise_together_is_said(
-    bounds: Sequence[int], monkeypatch: pytest.MonkeyPatch
+    bounds: Sequence[int], stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the stages behind it do not."""
+    """Also where the stages after it do not."""
     pipeline, readers = staged(bounds), few_tokens(2 * (len(bounds) - 1))
     pipeline.workers[0].probe()
     rounds = pipeline.workers[0]._rounds  # pyright: ignore[reportPrivateUsage]
@@ -87,28 +90,13 @@ def test_what_a_stage_computes_otherwise_together_is_said(
     hidden = StageModel.hidden
 
     def by_batch(model: StageModel, tokens: mx.array, *rest: Any) -> mx.array:
-        differs = model.first == bounds[1] and tokens.shape[0] > 1
+        differs = model.first == bounds[stage] and tokens.shape[0] > 1
         return hidden(model, tokens, *rest) * (1 + 1e-6 * differs)
 
     monkeypatch.setattr(StageModel, "hidden", by_batch)
     pipeline.workers[0].probe()
-    assert not rounds.is_same
-    together(pipeline.engine, readers)
-    assert [r.end.batch_identity for r in readers if r.end] == ["near_tie"] * len(readers)
-
-
-def test_what_the_generators_stage_computes_otherwise_together_is_said(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pipeline, readers = staged(), few_tokens(4)
-    hidden = StageModel.hidden
-
-    def by_batch(model: StageModel, tokens: mx.array, *rest: Any) -> mx.array:
-        differs = model.first == 0 and tokens.shape[0] > 1
-        return hidden(model, tokens, *rest) * (1 + 1e-6 * differs)
-
-    monkeypatch.setattr(StageModel, "hidden", by_batch)
     pipeline.engine.measurements.measure()
+    assert rounds.is_same == (stage == 0)
     together(pipeline.engine, readers)
     assert [r.end.batch_identity for r in readers if r.end] == ["near_tie"] * len(readers)
 

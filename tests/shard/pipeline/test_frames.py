@@ -500,18 +500,17 @@ BETWEEN = {
 }
 
 
-@pytest.mark.parametrize("what", BETWEEN)
-def test_a_block_cannot_change_between_its_frames(what: str) -> None:
-    first, second, _ = frames_of(a_block(rows=11, expected=WIDE), WIDE)
-    BETWEEN[what](second)
-    assembler = Assembler(WIDE)
-    assert assembler.add(first) is None
-    assert refused(second, assembler) == "hidden.offset"
-
-
-@pytest.mark.parametrize("change", [one_more_member, of_member(7, attempt=40)])
-def test_a_round_cannot_change_between_its_frames(change: Callable[[pb.Frame], None]) -> None:
-    first, second, _ = frames_of(a_round(12, WIDE), WIDE)
+@pytest.mark.parametrize(
+    ("block", "change"),
+    [
+        *((a_block(rows=11, expected=WIDE), change) for change in BETWEEN.values()),
+        *((a_round(12, WIDE), change) for change in (one_more_member, of_member(7, attempt=40))),
+    ],
+)
+def test_a_block_cannot_change_between_its_frames(
+    block: HiddenBlock, change: Callable[[pb.Frame], None]
+) -> None:
+    first, second, _ = frames_of(block, WIDE)
     change(second)
     assembler = Assembler(WIDE)
     assert assembler.add(first) is None
