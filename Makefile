@@ -107,6 +107,6 @@ $(sort $(VENV)/bin/python $(RUN_VENV)/bin/python):
 	if [ -n "$$without" ]; then \
 	  echo "exo-node: $$without has no ensurepip, so it cannot make an environment: install it (Debian, Ubuntu: sudo apt install $$without-venv) and run make again." >&2; \
 	else \
-	  echo "exo-node needs Python 3.11 or newer, and none of $(PYTHONS) on the PATH is: install it (macOS: brew install python@3.13; Debian, Ubuntu: sudo apt install python3 python3-venv) and run make again." >&2; \
+	  echo "exo-node needs Python 3.11 or newer, and none of $(PYTHONS) on the PATH is: install it (macOS: brew install python@3.13; Debian from 12, Ubuntu from 24.04: sudo apt install python3 python3-venv; where apt has an older one: \`uv python install 3.13\`, pyenv, or Ubuntu's PPA deadsnakes with python3.13-venv) and run make again." >&2; \
 	fi; \
 	exit 1

@@ -97,7 +97,7 @@ def initial_depth(mtp: NativeMtp, default_k: int = 0) -> tuple[int, str]:
     `default_k`: EXO_NATIVE_MTP_DEFAULT_K of the generator's node, or 0.
     """
     if not default_k:
-        return mtp.default_k, "the model's default_k"
+        return mtp.default_k, "the model's default"
     setting = f"EXO_NATIVE_MTP_DEFAULT_K={default_k}"
     if default_k > mtp.max_k:
         return mtp.max_k, f"{setting}, limited to the model's max_k"
@@ -123,8 +123,8 @@ def opted_out_reason(enabled: EnabledState) -> str:
 def split_reason(num_stages: int) -> str:
     """Why a model that runs on several nodes never drafts."""
     return (
-        f"the placement has {num_stages} stages, and native MTP runs only where one node holds the "
-        "whole model; place it on one node with the memory for it, or choose a smaller quantisation"
+        f"native MTP needs the whole model on one node, and this placement has {num_stages} "
+        "stages; place it on one node, if need be in a smaller quantisation"
     )
 
 

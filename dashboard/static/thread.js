@@ -80,7 +80,7 @@ function Editor({ text, what, onSend, onCancel }) {
         onInput=${(event) => setDraft(event.target.value)}></textarea>
       <div class="acts">
         <button type="button" onClick=${onCancel}>Cancel</button>
-        <button class="primary" disabled=${!draft.trim()}>${what === "question" ? "Send" : "Keep"} as a new branch</button>
+        <button class="primary" disabled=${!draft.trim()}>${what === "question" ? "Send" : "Save"} as a new branch</button>
       </div>
     </form>`;
 }

@@ -74,7 +74,7 @@ class BatchDepth:
         while self._is_measured(bucket, len(measured)):
             measured.append(len(measured))
         if len(measured) < 2:
-            return f"{chosen}: too little is measured to compare depths"
+            return f"{chosen}, until enough is measured to choose by speed"
         rates = [self._rate(bucket, depth, demands) for depth in measured]
         return f"{chosen}: {speed_list([rate / rates[0] for rate in rates])}"
 

@@ -183,7 +183,7 @@ class AdaptiveDepth:
         k = self._k if self._look is None else self._look.k
         rates = self._rates(position) if self._prior.is_known else []
         if not rates:
-            return f"K = {k}, {self._source}: too little is measured to compare depths"
+            return f"K = {k}, {self._source}, until enough is measured to choose by speed"
         speeds = speed_list([rate / rates[0] for rate in rates])
         if self._look is not None:
             return f"K = {k} is being tried; {speeds}"

@@ -10,6 +10,7 @@ from ...placement.errors import ExoNodeError
 from ..machine.data_dir_lock import find_running
 from ..machine.log import escape_controls
 from ..trust.local_token import TOKEN_HEADER, read_token
+from .failures import with_remedy
 from .flags import client_settings
 from .times import TIMES
 
@@ -40,7 +41,7 @@ class CallFailed(ExoNodeError):
     ) -> None:
         """`what` becomes one line without control characters: another process may have sent it."""
         self.what = escape_controls(" ".join(what.split()))
-        super().__init__(self.what if remedy is None else f"{self.what}; {remedy}")
+        super().__init__(with_remedy(self.what, remedy))
         self.exit_code = exit_code
         self.code = code
         self.remedy = remedy

@@ -17,6 +17,7 @@ from ...placement.errors import ExoNodeError
 from ...shard.checkpoint.vision_extra import LIGHT_WAY, has_extra
 from ..machine.private_files import update_private
 from .client import ApiEndpoint, call, connect, follow
+from .failures import with_remedy
 from .flags import AsJson, DataDir, LocalPort, client_settings
 from .join import not_asked_text
 from .output import joined, note, print_json
@@ -58,8 +59,7 @@ def doctor(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = F
 
 def _line(finding: Finding) -> str:
     mark = {"ok": "ok     ", "warning": "look   ", "wrong": "WRONG  "}[finding.state]
-    line = f"{mark}{finding.what}: {finding.text}"
-    return f"{line}; {finding.remedy}" if finding.remedy else line
+    return with_remedy(f"{mark}{finding.what}: {finding.text}", finding.remedy)
 
 
 def check_all(data_dir: Path, endpoint: ApiEndpoint | ExoNodeError) -> Iterator[Finding]:

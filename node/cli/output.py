@@ -20,6 +20,10 @@ from .client import Comment
 from .failures import as_flags
 
 _UNLIMITED: Final = 1_000_000
+_FIRST_LOAD: Final = (
+    " (the first load on a machine also measures the model, which takes a minute or so; later "
+    "ones take seconds)"
+)
 _OF_A_LOADED_MODEL: Final = ("prefill", "resuming")
 """Beginnings of the progress of an answer whose model was loaded before it."""
 
@@ -131,7 +135,7 @@ def print_answer(events: Iterable[dict[str, Any] | Comment]) -> Mapping[str, Any
         for event in events:
             if isinstance(event, Comment):
                 if not noted and event.text and not event.text.startswith(_OF_A_LOADED_MODEL):
-                    note(f"loading the model: {event.text}")
+                    note(f"loading the model: {event.text}{_FIRST_LOAD}")
                     noted = True  # a file of all steps would be long
                 progress.show(event.text, below=last != "\n")
                 continue

@@ -49,14 +49,15 @@ def preview_path(model: str, options: Mapping[str, object]) -> str:
 def preview_text(preview: Mapping[str, Any]) -> str:
     """The preview's JSON for a terminal."""
     best, runner_up = preview["best"], preview["runner_up"]
-    bound = f"nothing can take less than {preview['bound_s'] * 1000:.3g} ms a token"
+    bound = f"none can take less than {preview['bound_s'] * 1000:.3g} ms a token"
     if preview["proven"]:
-        bound = "nothing else is faster by these figures"
+        bound = "none is faster than the best by these figures"
+    weighed = preview["candidates_considered"]
     lines = [
         *_placement_lines("best", best),
         f"  {best['context_length']} tokens of context, in {best['dtype']}" + caches_text(best),
         *(_placement_lines("runner-up", runner_up) if runner_up else ["runner-up: none"]),
-        f"bound: {bound} (sets of nodes weighed: {preview['candidates_considered']})",
+        f"compared: {weighed} choice{'s'[weighed == 1 :]} of nodes; {bound}",
         f"why: {best['reason']}",
         f"drafting: {preview['drafting']}",
     ]

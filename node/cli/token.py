@@ -39,11 +39,12 @@ def create(
     """
     folder = client_settings(None, data_dir).data_dir
     check_new_name(name)
-    if read_tokens(folder) is None and sys.stdin.isatty() and not (yes or as_json):
+    is_first = read_tokens(folder) is None
+    if asks := is_first and sys.stdin.isatty() and not (yes or as_json):
         confirm(f"{_FIRST} Make it?")
-    elif read_tokens(folder) is None:
-        note(_FIRST)
     text = create_token(folder, name)
+    if is_first and not asks:
+        note(_FIRST)
     if as_json:
         print(json.dumps({"name": name, "token": text}))
         return

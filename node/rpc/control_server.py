@@ -1,6 +1,7 @@
 """The node's own gRPC services: Membership and Control, over mutual TLS."""
 
 import asyncio
+import errno
 import logging
 import re
 import socket
@@ -252,8 +253,9 @@ class ControlServer:
         """Returns the port. Raises InvalidSettings, naming a free port, where it is in use."""
         for host in hosts:
             try:
+                _require_free(host, port)  # gRPC would log a line of its own
                 port = self._server.add_secure_port(f"{host}:{port}", self._credentials)
-            except RuntimeError as fault:
+            except (OSError, RuntimeError) as fault:
                 raise InvalidSettings(
                     f"port {port} on {host} is in use; choose another with --grpc-port "
                     f"(EXO_GRPC_PORT), such as {_free_port(host, port)}",
@@ -264,6 +266,18 @@ class ControlServer:
 
     async def close(self) -> None:
         await self._server.stop(grace=0.5)
+
+
+def _require_free(host: str, port: int) -> None:
+    """Raises OSError where another process listens there; other faults are gRPC's to find."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]"), port))
+        except OSError as fault:
+            if fault.errno == errno.EADDRINUSE:
+                raise
 
 
 def _free_port(host: str, after: int) -> int:

@@ -72,7 +72,7 @@ class HubSearch:
             except httpx2.HTTPError as error:
                 raise DownloadFailed(
                     f"the hub could not be searched ({error}). Check the network and HF_ENDPOINT, "
-                    "and search again.",
+                    "and search again",
                     param="HF_ENDPOINT",
                 ) from error
             names = [(name, e) for e in found if (name := RepositoryName.read(e.get("id")))]

@@ -127,7 +127,7 @@ def test_an_answer_is_edited_as_a_branch_and_continued(view: Visit, node: Node) 
     assert view.violations() == []
     field.press("Enter")
     field.press_sequentially("and more")
-    page.get_by_role("button", name="Keep as a new branch").click()
+    page.get_by_role("button", name="Save as a new branch").click()
     expect(answers(view)).to_contain_text("Edited by you.")
     script(node, TextDelta(" go on", (3,)), FINISHED)
     answers(view).get_by_role("button", name="Continue").click()

@@ -228,7 +228,9 @@ def test_a_model_is_previewed_spread_and_loaded(pair: Pair) -> None:
         view.shot("preview")
         dialog.get_by_role("button", name="Load", exact=True).click()
         expect(loaded_model(view).locator(".state")).to_have_text("ready", timeout=WITHIN_MS)
-        expect(loaded_model(view)).to_contain_text("MTP off: the placement has 2 stages")
+        expect(loaded_model(view)).to_contain_text(
+            "MTP off: native MTP needs the whole model on one node"
+        )
         expect(loaded_model(view)).to_contain_text("Prompt lookup off: the placement has 2 stages")
         go(view, "Cluster")
         expect(page.locator(".topology .hop")).to_have_count(1)

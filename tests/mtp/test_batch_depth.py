@@ -52,7 +52,7 @@ def test_the_text_compares_the_depths_that_were_measured() -> None:
     depth, wishes = BatchDepth(), [DraftDemand(3, SURE)] * 4
     assert depth.choose(wishes) == 0
     assert depth.reason() == (
-        "K = 0 for 4 requests together: too little is measured to compare depths"
+        "K = 0 for 4 requests together, until enough is measured to choose by speed"
     )
     assert settled_in(depth, wishes, lambda k: 1 + k, 3 * ENOUGH) == 0
     assert depth.reason() == (

@@ -149,9 +149,9 @@ def test_without_a_card_it_is_within_three_percent_of_the_best_fixed_depth(
 
 
 def test_the_text_says_which_depth_is_chosen_and_what_the_others_promise() -> None:
-    policy = AdaptiveDepth(3, 1, Prior(), RoundCosts(M5_DENSE), "the model's default_k")
+    policy = AdaptiveDepth(3, 1, Prior(), RoundCosts(M5_DENSE), "the model's default")
     assert policy.reason(100) == (
-        "K = 1, the model's default_k: too little is measured to compare depths"
+        "K = 1, the model's default, until enough is measured to choose by speed"
     )
     policy = AdaptiveDepth(3, 1, Prior([90.0] * 3, [81.0] * 3), RoundCosts(M5_DENSE))
     assert policy.plan(100).k == 3

@@ -78,7 +78,7 @@ def test_adaptive_depth_begins_at_the_default_and_may_reach_max_k(
 @pytest.mark.parametrize(
     ("default_k", "expected"),
     [
-        (0, (2, "the model's default_k")),
+        (0, (2, "the model's default")),
         (1, (1, "EXO_NATIVE_MTP_DEFAULT_K=1")),
         (5, (3, "EXO_NATIVE_MTP_DEFAULT_K=5, limited to the model's max_k")),
     ],

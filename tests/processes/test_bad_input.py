@@ -185,6 +185,7 @@ def test_a_port_in_use_ends_the_start_with_the_flags_name(tmp_path: Path, flag: 
     assert f"port {port}" in text
     assert flag in text
     assert "Traceback" not in text
+    assert "add_port" not in text, "a line of gRPC's own"
 
 
 def test_a_bad_variable_ends_the_start_with_its_name(tmp_path: Path) -> None:

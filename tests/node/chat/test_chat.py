@@ -116,7 +116,7 @@ def test_request_and_setting_decide_k_and_whether_it_adapts(
 @pytest.mark.parametrize(
     ("k", "default_k", "initial"),
     [
-        (None, 0, (2, "the model's default_k")),
+        (None, 0, (2, "the model's default")),
         (None, 1, (1, "EXO_NATIVE_MTP_DEFAULT_K=1")),
         (3, 1, (3, "the request's num_draft_tokens")),
         (0, 1, (0, "")),

@@ -116,7 +116,15 @@ def test_a_token_lets_a_node_listen_beyond_loopback(tmp_path: Path) -> None:
     assert load_settings(flags | {"host": "127.0.0.1"}, {}, has_token).host == "127.0.0.1"
 
 
-def test_what_a_first_token_does_is_said_before_and_off_undoes_it(tmp_path: Path) -> None:
+def test_a_token_that_cannot_be_stored_announces_nothing(tmp_path: Path) -> None:
+    (tmp_path / f"{TOKENS_FILE}.lock").mkdir()
+    refused = token(tmp_path, "create", "a")
+    assert "nothing was changed" in refused.stderr
+    assert refused.exit_code == 1
+    assert "every client" not in refused.stderr and not has_token(tmp_path)
+
+
+def test_what_a_first_token_does_is_said_and_off_undoes_it(tmp_path: Path) -> None:
     running = ApiTokens(tmp_path)
     first = token(tmp_path, "create", "a")
     assert "every client of the node needs one" in first.stderr.splitlines()[0]

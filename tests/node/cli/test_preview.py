@@ -61,7 +61,7 @@ def test_a_preview_is_the_plan_with_the_runner_up_and_the_bound() -> None:
     [
         ({}, (400,), True, "does not declare native MTP"),
         ({"native_mtp": MTP}, (400,), False, "native MTP is turned off"),
-        ({"native_mtp": MTP}, (100, 100), True, "the placement has 2 stages"),
+        ({"native_mtp": MTP}, (100, 100), True, "this placement has 2 stages"),
         ({"native_mtp": MTP}, (140,), True, "with the MTP head m needs"),
     ],
 )
@@ -345,7 +345,7 @@ best: about 8.3 tokens a second, 121 ms each
 runner-up: about 8.3 tokens a second, 121 ms each
   node-a: layers 0-5, 73 MB of 0.1 GB of memory
   node-c: layers 6-11, 73 MB of 0.1 GB of memory
-bound: nothing else is faster by these figures (sets of nodes weighed: 2)
+compared: 2 choices of nodes; none is faster than the best by these figures
 why: node-a + node-b, 121 ms a token estimated: node-a layers 0-5, node-b layers 6-11, because no node alone has enough memory (0.15 GB for weights, 1,000 tokens of context and headroom)
 drafting: not declared"""  # noqa: E501
     )

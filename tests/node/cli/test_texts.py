@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from exo_node.node.cli.bench import profile_text
+from exo_node.node.cli.client import CallFailed
 from exo_node.node.cli.failures import CommandFailure
 from exo_node.node.cli.join import nodes_text, rekey_text
 from exo_node.node.cli.models import list_text, model_text, recommendation_text
@@ -67,10 +68,10 @@ def test_status_says_how_many_tokens_are_drafted_and_why() -> None:
         "drafter_kind": "native_mtp",
         "num_draft_tokens": 3,
         "draft_policy": "adaptive",
-        "depth_reason": "begins with K = 1: the model's default_k",
+        "depth_reason": "begins with K = 1: the model's default",
     }
     row = placement_row({"model": "demo", "drafting": drafting}, {})
-    assert row[-1] == "on, up to 3 a round; begins with K = 1: the model's default_k"
+    assert row[-1] == "on, up to 3 a round; begins with K = 1: the model's default"
 
 
 def test_status_shows_the_bits_of_quantised_caches() -> None:
@@ -397,6 +398,20 @@ def test_fields_of_the_api_are_flags_on_the_terminal(text: str, expected: str) -
     assert expected in CommandFailure(text, "x", 1).sentence()
     error = json.loads(CommandFailure(text, "x", 1).as_json())["error"]
     assert error["message"] == text, "programs get the words of the API"
+
+
+@pytest.mark.parametrize(
+    ("message", "remedy", "sentence"),
+    [
+        ("it cannot be searched, search again.", "try again in 30 s", "search again; try again in"),
+        ("no node runs", "start one", "no node runs; start one"),
+        ("still loading...", "wait", "still loading...; wait"),
+        ("One. Two.", None, "One. Two."),
+    ],
+)
+def test_a_remedy_follows_no_full_stop(message: str, remedy: str | None, sentence: str) -> None:
+    assert sentence in CommandFailure(message, "x", 1, remedy).sentence()
+    assert sentence in str(CallFailed(message, remedy=remedy))
 
 
 def test_an_error_of_an_answer_names_the_flags_of_the_question() -> None:
