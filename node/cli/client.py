@@ -10,7 +10,6 @@ from ...placement.errors import ExoNodeError
 from ..machine.data_dir_lock import find_running
 from ..machine.log import escape_controls
 from ..trust.local_token import TOKEN_HEADER, read_token
-from .failures import with_remedy
 from .flags import client_settings
 from .times import TIMES
 
@@ -26,6 +25,13 @@ EXIT_TEMPORARY: Final = 75
 _TEMPORARY: Final = frozenset({429, 503})
 _TEMPORARY_CODES: Final = frozenset({"queue_full", "peer_lost", "load_failed"})
 _LASTING_CODES: Final = frozenset({"insufficient_memory"})  # 503, and waiting does not help
+
+
+def with_remedy(what: str, remedy: str | None) -> str:
+    """One sentence of both; `what` may end with a full stop."""
+    if not remedy:
+        return what
+    return f"{what if what.endswith('...') else what.removesuffix('.')}; {remedy}"
 
 
 class CallFailed(ExoNodeError):

@@ -16,8 +16,7 @@ import typer
 from ...placement.errors import ExoNodeError
 from ...shard.checkpoint.vision_extra import LIGHT_WAY, has_extra
 from ..machine.private_files import update_private
-from .client import ApiEndpoint, call, connect, follow
-from .failures import with_remedy
+from .client import ApiEndpoint, call, connect, follow, with_remedy
 from .flags import AsJson, DataDir, LocalPort, client_settings
 from .join import not_asked_text
 from .output import joined, note, print_json

@@ -35,13 +35,6 @@ def as_flags(text: str, fields: str = _PLACEMENT_FIELDS) -> str:
     return re.sub(pattern, lambda m: f"--{m[1].replace('_', '-')}{' ' * bool(m[2])}", text)
 
 
-def with_remedy(what: str, remedy: str | None) -> str:
-    """One sentence of both; `what` may end with a full stop."""
-    if not remedy:
-        return what
-    return f"{what if what.endswith('...') else what.removesuffix('.')}; {remedy}"
-
-
 @runtime_checkable
 class _WrongUse(Protocol):
     """An error of the parser; typer exports no common base of them."""
@@ -62,6 +55,8 @@ class CommandFailure:
 
     def sentence(self) -> str:
         """The line for a person."""
+        from .client import with_remedy
+
         return as_flags(with_remedy(self.message, self.remedy), _ALL_FIELDS)
 
     def as_json(self) -> str:
