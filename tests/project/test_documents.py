@@ -53,6 +53,7 @@ DOCUMENTS = (
     "SECURITY.md",
     "bench/README.md",
     "docs/decisions/README.md",
+    "tests/README.md",
     *DECISIONS,
     *PAGES,
 )
