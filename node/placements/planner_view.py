@@ -37,6 +37,8 @@ Promised = Mapping[NodeId, Mapping[ModelId, int]]
 """Bytes by node and model, headroom included."""
 NO_TIME_S = 3600.0
 """No layer takes so long."""
+SHORTEST_S = 1e-9
+"""Nor less than this: one over a few of the least numbers is endless, and no JSON."""
 
 
 class NodeFactsSource:
@@ -263,7 +265,8 @@ def measured_layers(profiles: Iterable[pb.LayerTimes]) -> tuple[MeasuredLayer, .
 def _are_times(times: pb.LayerTimes) -> bool:
     """Whether the measurement, which is another node's, has times at all."""
     figures = (times.decode_s, times.verify_s, times.prefill_s, times.tail_s)
-    return all(0 <= figure < NO_TIME_S for figure in figures)
+    is_long = times.decode_s == 0 or times.decode_s >= SHORTEST_S
+    return is_long and all(0 <= figure < NO_TIME_S for figure in figures)
 
 
 def with_kin_profiles(nodes: Sequence[NodeFacts]) -> tuple[NodeFacts, ...]:
