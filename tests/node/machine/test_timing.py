@@ -35,6 +35,7 @@ CONSTANTS = {
     # A setting's default and bounds on values.
     "node/machine/settings.py": {"LOAD_TIMEOUT_S"},
     "node/machine/setting_values.py": {"MAX_SECONDS"},
+    "node/links/layer_profiles.py": {"_SHORTEST_S", "_LONGEST_S"},
     "node/links/paths.py": {"_LONGEST_S"},
     "node/placements/planner_view.py": {"NO_TIME_S", "SHORTEST_S"},
     "node/runners/load_watch.py": {"SLOWEST_BYTES_S", "FIRST_REPORT_S", "NOTICE_S"},

@@ -38,7 +38,7 @@ def test_a_view_subtracts_promises_of_other_models_only() -> None:
     ids=str,
 )
 def test_times_of_another_node_that_none_can_have_count_for_nothing(
-    figures: dict[str, float],
+    figures: dict[str, Any],
 ) -> None:
     """One over a few of the least seconds is infinity, which is no JSON."""
     honest: dict[str, Any] = {"decode_s": 1e-3, "verify_s": 1e-3, "tail_s": 1e-3}
