@@ -33,8 +33,9 @@ from mlx_lm.utils import load as load_mlx_lm
 
 from exo_node.mtp.steps import Prefilled
 from exo_node.mtp.types import GenerationStats, Penalties, Sampling
+from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.events import AnswerEnd, Delta
-from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.parameters import Parameters
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.tensors import DTYPES
 from exo_node_bench.spread import spread
@@ -167,17 +168,17 @@ def _stream(model: Any, tokenizer: Any, **options: Any) -> Iterator[Any]:
 
 def _ours(engine: TextEngine, prompt_set: PromptSet, k: int, *, adaptive: bool = False) -> Arm:
     def arm(prompt: Sequence[int]) -> tuple[int, float, dict[str, int]]:
-        request = EngineRequest(
-            request="bench",
+        request = Parameters(
+            name="bench",
             attempt=1,
             prompt=prompt,
             sampling=prompt_set.sampling,
-            max_tokens=MAX_TOKENS,
-            stop=(),
-            k=k,
-            drafting_reason="" if k else "the benchmark's plain arm",
-            ignore_end=prompt_set.ignore_end,
-            adaptive=adaptive,
+            limits=pb.Limits(max_tokens=MAX_TOKENS, ignore_eos=prompt_set.ignore_end),
+            drafting=pb.Drafting(
+                num_draft_tokens=k,
+                drafting_reason="" if k else "the benchmark's plain arm",
+                adaptive_draft=adaptive,
+            ),
         )
         tokens, first, last = 0, 0.0, 0.0
         counts: dict[str, int] = {}

@@ -34,10 +34,11 @@ from exo_node.mtp.drafting.costs import RoundCosts
 from exo_node.mtp.drafting.depth import Prior
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.types import GenerationStats, Sampling
+from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine import batch
 from exo_node.shard.engine.drafter import Drafter
 from exo_node.shard.engine.events import AnswerEnd, Delta
-from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.parameters import Parameters
 
 LOADER = loader_import.__name__
 PROMPTS = ("Tell me a story.", "Who are you?", "What does ocean mean?")
@@ -106,19 +107,19 @@ class Bench:
         return len(ids) - 1, (len(ids) - 1) / stats.generation_tps, stats
 
     def _ids(self, prompt: int, k: int, *, adaptive: bool) -> tuple[list[int], GenerationStats]:
-        request = EngineRequest(
+        request = Parameters(
             "bench",
             1,
             self._prompts[prompt],
             Sampling(),
-            self._tokens,
-            (),
-            k,
-            "" if k else "asked",
-            ignore_end=True,
-            adaptive=adaptive,
-            initial_k=1 if adaptive else k,
-            uses_cache=False,
+            pb.Limits(max_tokens=self._tokens, ignore_eos=True),
+            pb.Drafting(
+                num_draft_tokens=k,
+                drafting_reason="" if k else "asked",
+                adaptive_draft=adaptive,
+                initial_draft_tokens=1 if adaptive else k,
+            ),
+            sharing=pb.Sharing(cache=False),
         )
         ids, stats = list[int](), None
         for event in self.engine.generate(request):

@@ -45,10 +45,11 @@ from engines import load_quietly, spec
 from shape_engine import shape_engine
 
 from exo_node.mtp.types import Round, Sampling
+from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.compute import ComputeThread
 from exo_node.shard.engine.events import AnswerEnd, Delta
 from exo_node.shard.engine.options import EngineOptions
-from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.parameters import Parameters
 from exo_node.shard.engine.text_engine import AnswerHandle, TextEngine
 from exo_node_bench.spread import spread
 
@@ -62,7 +63,7 @@ ENDLESS = 10**9
 class EngineClient:
     """One request and its results; times in seconds of one clock."""
 
-    request: EngineRequest
+    request: Parameters
     rounds: list[Round] = field(default_factory=list[Round])
     times: list[float] = field(default_factory=list[float])
     last_event: AnswerEnd | None = None
@@ -186,8 +187,10 @@ def _beside(
 
     def start_client(name: str, rows: int, tokens: int) -> EngineClient:
         prompt = [draw.randrange(3, 4000) for _ in range(rows)]
-        fields = f"{name}{repeat}", 1, prompt, Sampling(), tokens, (), 0, "asked"
-        client = EngineClient(EngineRequest(*fields, ignore_end=True))
+        limits = pb.Limits(max_tokens=tokens, ignore_eos=True)
+        drafting = pb.Drafting(drafting_reason="asked")
+        fields = f"{name}{repeat}", 1, prompt, Sampling(), limits, drafting
+        client = EngineClient(Parameters(*fields))
         client.drive(compute, engine)
         return client
 
@@ -226,7 +229,7 @@ def _ratios(pairs: Sequence[dict[str, KindRun]]) -> str:
     return ", ".join(parts)
 
 
-def _run(compute: ComputeThread, engine: TextEngine, requests: Sequence[EngineRequest]) -> KindRun:
+def _run(compute: ComputeThread, engine: TextEngine, requests: Sequence[Parameters]) -> KindRun:
     # Neither kind must find prefixes of the other.
     compute.submit(engine._prefixes.memory.evict).result()  # pyright: ignore[reportPrivateUsage]
     clients, start, cpu = (
@@ -243,16 +246,18 @@ def _run(compute: ComputeThread, engine: TextEngine, requests: Sequence[EngineRe
 
 def _requests(
     options: argparse.Namespace, clients: int, repeat: int, kind: str
-) -> list[EngineRequest]:
+) -> list[Parameters]:
     """The same prompts for both kinds."""
     k = MAX_K if kind == "default" else 0
-    requests = list[EngineRequest]()
+    requests = list[Parameters]()
     for client in range(clients):
         draw = random.Random(f"{clients} {repeat} {client}")
         prompt = [draw.randrange(3, 4000) for _ in range(options.prompt)]
         name = f"{clients}/{repeat}/{client}/{kind}"
-        fields = name, 1, prompt, Sampling(), options.tokens, (), k, "" if k else "asked"
-        requests.append(EngineRequest(*fields, ignore_end=True, adaptive=k > 0))
+        limits = pb.Limits(max_tokens=options.tokens, ignore_eos=True)
+        reason = "" if k else "asked"
+        drafting = pb.Drafting(num_draft_tokens=k, drafting_reason=reason, adaptive_draft=k > 0)
+        requests.append(Parameters(name, 1, prompt, Sampling(), limits, drafting))
     return requests
 
 

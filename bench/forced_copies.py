@@ -6,7 +6,7 @@ from exo_node.mtp.drafting.lookup import Resumed
 from exo_node.mtp.drafting.lookup_drafts import PromptLookup
 from exo_node.mtp.drafting.lookup_length import LengthPolicy
 from exo_node.shard.engine.lookup_control import LookupControl
-from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.parameters import Parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class FixedLength:
 def force(control: LookupControl, policy: LengthPolicy) -> None:
     """Gives this policy to all requests of an engine that may copy."""
 
-    def lookup(request: EngineRequest) -> PromptLookup | None:
+    def lookup(request: Parameters) -> PromptLookup | None:
         return None if control.reason(request) else PromptLookup(request.prompt, policy)
 
     control.off_reason = control.shared_reason = ""

@@ -43,10 +43,11 @@ from drafting_clients import EngineClient
 from shape_engine import NoText, shape_engine
 
 from exo_node.mtp.types import Sampling
+from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.compute import ComputeThread
 from exo_node.shard.engine.options import EngineOptions
+from exo_node.shard.engine.parameters import Parameters
 from exo_node.shard.engine.prefixes.disk import PrefixDisk
-from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.stage_model import StageModel
 from exo_node_bench.spread import spread
@@ -141,8 +142,16 @@ class TieredEngine:
         """Answers one prompt and records it, unless its repeat is -1."""
         k, name = self._options.k, f"{arm} {repeat}"
         reason = "" if k else "asked"
-        fields = name, 1, prompt, Sampling(), self._options.tokens, (), k, reason
-        request = EngineRequest(*fields, ignore_end=True, top_logprobs=0, uses_cache=cache)
+        request = Parameters(
+            name,
+            1,
+            prompt,
+            Sampling(),
+            pb.Limits(max_tokens=self._options.tokens, ignore_eos=True),
+            pb.Drafting(num_draft_tokens=k, drafting_reason=reason),
+            pb.Output(top_logprobs=0),
+            pb.Sharing(cache=cache),
+        )
         client, began_at = EngineClient(request), time.perf_counter()
         client.drive(self._compute, self.engine)
         client.wait()

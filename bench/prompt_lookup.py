@@ -34,6 +34,8 @@ from forced_copies import FixedLength, force
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from typing import Any
+
 from exo_node.shard.model import loader_import  # before MLX, so that products of our own may be
 
 # isort: split
@@ -44,7 +46,7 @@ from exo_node.mtp.types import Penalties, Round, Sampling
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.events import AnswerEnd, Delta
 from exo_node.shard.engine.options import EngineOptions
-from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.parameters import Parameters
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded, load
 from exo_node.shard.text.grammars.grammar import Gate
@@ -89,7 +91,7 @@ def open_engine(loaded: Loaded, model: str, *, prefixes: bool = False) -> TextEn
 
 
 def timed(
-    engine: TextEngine, request: EngineRequest, clock: Callable[[], float] = time.perf_counter
+    engine: TextEngine, request: Parameters, clock: Callable[[], float] = time.perf_counter
 ) -> Timed:
     rounds, text, first, last = list[Round](), "", 0.0, 0.0
     for event in engine.generate(request):
@@ -105,18 +107,23 @@ def timed(
     raise AssertionError("an answer without an end")
 
 
-def request_of(prompt: Sequence[int], k: int, lookup: bool, **changes: object) -> EngineRequest:
-    fields: dict[str, object] = {"adaptive": k > 0, "sampling": Sampling(), "max_tokens": TOKENS}
-    return EngineRequest(
-        request="bench",
-        attempt=1,
-        prompt=prompt,
-        stop=(),
-        k=k,
+def request_of(
+    prompt: Sequence[int],
+    k: int,
+    lookup: bool,
+    *,
+    adaptive: bool | None = None,
+    max_tokens: int = TOKENS,
+    **changes: Any,
+) -> Parameters:
+    drafting = pb.Drafting(
+        num_draft_tokens=k,
         drafting_reason="" if k else "an arm without the head",
-        lookup=lookup,
-        **{**fields, **changes},  # pyright: ignore[reportArgumentType]
+        adaptive_draft=k > 0 if adaptive is None else adaptive,
+        prompt_lookup=lookup,
     )
+    bare = Parameters("bench", 1, prompt, Sampling(), pb.Limits(max_tokens=max_tokens), drafting)
+    return replace(bare, **changes)
 
 
 def chat(engine: TextEngine, *turns: str) -> list[int]:
@@ -182,9 +189,7 @@ def compare_ids(model: str, least: int) -> int:
             plain_engine, request_of(prompt, 0, lookup=False, **options(kind, plain_engine))
         )
         for name, engine, k, adaptive in variants(loaded, model):
-            request = request_of(
-                prompt, k, lookup=True, **{**options(kind, engine), "adaptive": adaptive}
-            )
+            request = request_of(prompt, k, lookup=True, adaptive=adaptive, **options(kind, engine))
             got = timed(engine, request)
             again = timed(engine, replace(request, **options(kind, engine)))  # behind its prefix
             cut = draw.randrange(1, len(got.rounds)) if len(got.rounds) > 1 else 1
@@ -216,7 +221,7 @@ def variants(loaded: Loaded, model: str) -> Iterator[tuple[str, TextEngine, int,
         yield f"by costs, K {k}{' adaptive' * adaptive}", engine, k, adaptive
 
 
-def options(kind: str, engine: TextEngine) -> dict[str, object]:
+def options(kind: str, engine: TextEngine) -> dict[str, Any]:
     """Options of a request; a grammar has a state, so each has its own."""
     match kind:
         case "seeded":

@@ -28,7 +28,7 @@ from models import DEMO
 from random_schemas import random_schema
 from readers import Reader, together
 
-from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.parameters import Parameters
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.text.codec import TextCodec
 from exo_node.shard.text.grammars.grammar import Gate, TokenGrammar
@@ -101,7 +101,7 @@ def _batch(served: TextEngine, seeds: Sequence[int], k: int, counts: list[int]) 
     return [list(reader.ids) for reader in readers]
 
 
-def _request(served: TextEngine, seed: int, k: int) -> EngineRequest:
+def _request(served: TextEngine, seed: int, k: int) -> Parameters:
     spec = GrammarSpec("json_schema", json.dumps(random_schema(seed)), "schema")
     grammar = served.codec.grammars.compile(spec, Gate())
     return request(PROMPT, k, MAX_TOKENS, grammar=grammar)

@@ -37,7 +37,7 @@ _FIELDS: Final[Mapping[str, _Bound]] = {
     ),
     "ParkRequest.attempt": (0, MAX_COUNTER),
     "Sampling.seed": (0, 2**64 - 1),
-    "GenerateRequest.num_draft_tokens": (-MAX_LAYERS, MAX_LAYERS),  # refused by its own name there
+    "Drafting.num_draft_tokens": (-MAX_LAYERS, MAX_LAYERS),  # refused by its own name there
     **dict.fromkeys(
         ("TokenIds.ids", "Started.prompt_ids", "PrefixRequest.tokens", "PrefixQuery.tokens"), _IDS
     ),

@@ -1802,31 +1802,17 @@ class Placed(_message.Message):
     KERNELS_FIELD_NUMBER: _builtins.int
     HEAD_LOADED_FIELD_NUMBER: _builtins.int
     HEAD_REASON_FIELD_NUMBER: _builtins.int
-    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
-    ADAPTIVE_DRAFT_FIELD_NUMBER: _builtins.int
-    DRAFTING_REASON_FIELD_NUMBER: _builtins.int
-    ASYNC_DRAFT_EVAL_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     PREFIX_SOURCE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
-    INITIAL_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
-    INITIAL_DRAFT_SOURCE_FIELD_NUMBER: _builtins.int
+    DRAFTING_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     head_loaded: _builtins.bool
     """the native MTP head"""
     head_reason: _builtins.str
     """why not"""
-    num_draft_tokens: _builtins.int
-    adaptive_draft: _builtins.bool
-    drafting_reason: _builtins.str
-    """why no drafts are made"""
-    async_draft_eval: _builtins.bool
     reason: _builtins.str
     """why this replica; empty: there is one"""
-    initial_draft_tokens: _builtins.int
-    """drafts of a round until depths can be compared"""
-    initial_draft_source: _builtins.str
-    """where that number comes from, for a person"""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedStage]:
         """in order; the first one's runner is the generator"""
@@ -1847,6 +1833,8 @@ class Placed(_message.Message):
     def prefix_source(self) -> Global___PrefixSource:
         """absent: it reads what it has not cached itself"""
 
+    @_builtins.property
+    def drafting(self) -> Global___Drafting: ...
     def __init__(
         self,
         *,
@@ -1856,19 +1844,14 @@ class Placed(_message.Message):
         kernels: _abc.Iterable[_builtins.str] | None = ...,
         head_loaded: _builtins.bool = ...,
         head_reason: _builtins.str = ...,
-        num_draft_tokens: _builtins.int = ...,
-        adaptive_draft: _builtins.bool = ...,
-        drafting_reason: _builtins.str = ...,
-        async_draft_eval: _builtins.bool = ...,
         sampling: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         prefix_source: Global___PrefixSource | None = ...,
         reason: _builtins.str = ...,
-        initial_draft_tokens: _builtins.int = ...,
-        initial_draft_source: _builtins.str = ...,
+        drafting: Global___Drafting | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "prefix_source", b"prefix_source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drafting", b"drafting", "epoch", b"epoch", "prefix_source", b"prefix_source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_draft", b"adaptive_draft", "async_draft_eval", b"async_draft_eval", "drafting_reason", b"drafting_reason", "epoch", b"epoch", "head_loaded", b"head_loaded", "head_reason", b"head_reason", "initial_draft_source", b"initial_draft_source", "initial_draft_tokens", b"initial_draft_tokens", "kernels", b"kernels", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prefix_source", b"prefix_source", "reason", b"reason", "sampling", b"sampling", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafting", b"drafting", "epoch", b"epoch", "head_loaded", b"head_loaded", "head_reason", b"head_reason", "kernels", b"kernels", "placement", b"placement", "prefix_source", b"prefix_source", "reason", b"reason", "sampling", b"sampling", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2927,6 +2910,10 @@ Global___PrefixRequest: _TypeAlias = PrefixRequest  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
+    """The description of a request: its groups have the names that the entry node and the engine know
+    them by, and are copied by those names.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PLACEMENT_FIELD_NUMBER: _builtins.int
@@ -2936,79 +2923,28 @@ class GenerateRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     EMBEDDINGS_FIELD_NUMBER: _builtins.int
-    SAMPLING_FIELD_NUMBER: _builtins.int
-    MAX_TOKENS_FIELD_NUMBER: _builtins.int
-    STOP_FIELD_NUMBER: _builtins.int
-    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
-    DRAFTING_REASON_FIELD_NUMBER: _builtins.int
-    REPLAY_FIELD_NUMBER: _builtins.int
-    IGNORE_EOS_FIELD_NUMBER: _builtins.int
-    ASYNC_DRAFT_EVAL_FIELD_NUMBER: _builtins.int
-    ADAPTIVE_DRAFT_FIELD_NUMBER: _builtins.int
-    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
-    ALONE_FIELD_NUMBER: _builtins.int
-    BACKGROUND_FIELD_NUMBER: _builtins.int
-    TOOLS_FIELD_NUMBER: _builtins.int
-    BARE_FIELD_NUMBER: _builtins.int
-    GRAMMAR_FIELD_NUMBER: _builtins.int
-    CONTINUES_FIELD_NUMBER: _builtins.int
-    CACHE_SALT_FIELD_NUMBER: _builtins.int
-    NO_CACHE_FIELD_NUMBER: _builtins.int
-    CALL_PARTS_FIELD_NUMBER: _builtins.int
-    PROMPT_LOOKUP_FIELD_NUMBER: _builtins.int
-    PREFIX_SOURCE_FIELD_NUMBER: _builtins.int
-    INITIAL_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
-    INITIAL_DRAFT_SOURCE_FIELD_NUMBER: _builtins.int
-    IMAGES_FIELD_NUMBER: _builtins.int
-    LOOP_GUARD_FIELD_NUMBER: _builtins.int
-    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     SUFFIX_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
+    BARE_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
+    DRAFTING_FIELD_NUMBER: _builtins.int
+    OUTPUT_FIELD_NUMBER: _builtins.int
+    SHARING_FIELD_NUMBER: _builtins.int
+    REPLAY_FIELD_NUMBER: _builtins.int
+    PREFIX_SOURCE_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     request: _builtins.str
     attempt: _builtins.int
     text: _builtins.str
     """tokenised as it stands, control tokens included"""
-    max_tokens: _builtins.int
-    """0: up to the end of the context"""
-    num_draft_tokens: _builtins.int
-    """K; 0: no drafts"""
-    drafting_reason: _builtins.str
-    """why K is 0"""
-    ignore_eos: _builtins.bool
-    async_draft_eval: _builtins.bool
-    """absent: as the stage was loaded with"""
-    adaptive_draft: _builtins.bool
-    """`num_draft_tokens` is the most; the runner may draft fewer, or none"""
-    top_logprobs: _builtins.int
-    """absent: no log-probabilities; 0: of the emitted token only"""
-    alone: _builtins.bool
-    """it shares no forward, and over stages begins behind no prefix"""
-    background: _builtins.bool
-    """its prompt is read behind those that are not"""
+    suffix: _builtins.str
+    """with `text`: the answer fills the gap between the two"""
     tools: _builtins.str
     """JSON, [{"type": "function", "function": …}, …]; empty: none"""
     bare: _builtins.bool
     """the prompt was a text: its answer has no parts"""
-    continues: _builtins.bool
-    """the answer goes on in a text: a space that begins it is part of it"""
-    cache_salt: _builtins.bytes
-    """kept prefixes are shared by requests of the same salt only"""
-    no_cache: _builtins.bool
-    """it begins behind no cached prefix, and none of its own is cached"""
-    call_parts: _builtins.bool
-    """calls come in parts, as they are written"""
-    prompt_lookup: _builtins.bool
-    """drafts may be copied from its own tokens: it names no K"""
-    initial_draft_tokens: _builtins.int
-    """drafts of an adaptive round until depths can be compared"""
-    initial_draft_source: _builtins.str
-    """where that number, or a fixed K, comes from"""
-    loop_guard: _builtins.bool
-    """without a grammar: with tools or without max_tokens, it ends where it repeats itself"""
-    prompt_logprobs: _builtins.bool
-    """with top_logprobs: the log-probabilities of the prompt's tokens too"""
-    suffix: _builtins.str
-    """with `text`: the answer fills the gap between the two"""
     @_builtins.property
     def messages(self) -> Global___Messages: ...
     @_builtins.property
@@ -3018,24 +2954,26 @@ class GenerateRequest(_message.Message):
         """no answer is generated"""
 
     @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___Image]:
+        """in the order of the prompt's parts or rows"""
+
+    @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     @_builtins.property
-    def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def limits(self) -> Global___Limits: ...
+    @_builtins.property
+    def drafting(self) -> Global___Drafting: ...
+    @_builtins.property
+    def output(self) -> Global___Output: ...
+    @_builtins.property
+    def sharing(self) -> Global___Sharing: ...
     @_builtins.property
     def replay(self) -> _containers.RepeatedCompositeFieldContainer[Global___Round]:
         """an earlier attempt's rounds: rebuilt with the same forwards, not emitted"""
 
     @_builtins.property
-    def grammar(self) -> Global___Grammar:
-        """absent: the answer may be anything"""
-
-    @_builtins.property
     def prefix_source(self) -> Global___PrefixSource:
         """absent: what is not cached here is computed"""
-
-    @_builtins.property
-    def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___Image]:
-        """in the order of the prompt's parts or rows"""
 
     def __init__(
         self,
@@ -3047,56 +2985,198 @@ class GenerateRequest(_message.Message):
         token_ids: Global___TokenIds | None = ...,
         text: _builtins.str = ...,
         embeddings: Global___Embeddings | None = ...,
-        sampling: Global___Sampling | None = ...,
-        max_tokens: _builtins.int = ...,
-        stop: _abc.Iterable[_builtins.str] | None = ...,
-        num_draft_tokens: _builtins.int = ...,
-        drafting_reason: _builtins.str = ...,
-        replay: _abc.Iterable[Global___Round] | None = ...,
-        ignore_eos: _builtins.bool = ...,
-        async_draft_eval: _builtins.bool | None = ...,
-        adaptive_draft: _builtins.bool = ...,
-        top_logprobs: _builtins.int | None = ...,
-        alone: _builtins.bool = ...,
-        background: _builtins.bool = ...,
-        tools: _builtins.str = ...,
-        bare: _builtins.bool = ...,
-        grammar: Global___Grammar | None = ...,
-        continues: _builtins.bool = ...,
-        cache_salt: _builtins.bytes = ...,
-        no_cache: _builtins.bool = ...,
-        call_parts: _builtins.bool = ...,
-        prompt_lookup: _builtins.bool = ...,
-        prefix_source: Global___PrefixSource | None = ...,
-        initial_draft_tokens: _builtins.int = ...,
-        initial_draft_source: _builtins.str = ...,
-        images: _abc.Iterable[Global___Image] | None = ...,
-        loop_guard: _builtins.bool = ...,
-        prompt_logprobs: _builtins.bool = ...,
         suffix: _builtins.str | None = ...,
+        tools: _builtins.str = ...,
+        images: _abc.Iterable[Global___Image] | None = ...,
+        bare: _builtins.bool = ...,
+        sampling: Global___Sampling | None = ...,
+        limits: Global___Limits | None = ...,
+        drafting: Global___Drafting | None = ...,
+        output: Global___Output | None = ...,
+        sharing: Global___Sharing | None = ...,
+        replay: _abc.Iterable[Global___Round] | None = ...,
+        prefix_source: Global___PrefixSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_suffix", b"_suffix", "_top_logprobs", b"_top_logprobs", "async_draft_eval", b"async_draft_eval", "embeddings", b"embeddings", "grammar", b"grammar", "messages", b"messages", "prefix_source", b"prefix_source", "prompt", b"prompt", "sampling", b"sampling", "suffix", b"suffix", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_suffix", b"_suffix", "drafting", b"drafting", "embeddings", b"embeddings", "limits", b"limits", "messages", b"messages", "output", b"output", "prefix_source", b"prefix_source", "prompt", b"prompt", "sampling", b"sampling", "sharing", b"sharing", "suffix", b"suffix", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "_suffix", b"_suffix", "_top_logprobs", b"_top_logprobs", "adaptive_draft", b"adaptive_draft", "alone", b"alone", "async_draft_eval", b"async_draft_eval", "attempt", b"attempt", "background", b"background", "bare", b"bare", "cache_salt", b"cache_salt", "call_parts", b"call_parts", "continues", b"continues", "drafting_reason", b"drafting_reason", "embeddings", b"embeddings", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "images", b"images", "initial_draft_source", b"initial_draft_source", "initial_draft_tokens", b"initial_draft_tokens", "loop_guard", b"loop_guard", "max_tokens", b"max_tokens", "messages", b"messages", "no_cache", b"no_cache", "num_draft_tokens", b"num_draft_tokens", "placement", b"placement", "prefix_source", b"prefix_source", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "prompt_lookup", b"prompt_lookup", "replay", b"replay", "request", b"request", "sampling", b"sampling", "stop", b"stop", "suffix", b"suffix", "text", b"text", "token_ids", b"token_ids", "tools", b"tools", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_suffix", b"_suffix", "attempt", b"attempt", "bare", b"bare", "drafting", b"drafting", "embeddings", b"embeddings", "images", b"images", "limits", b"limits", "messages", b"messages", "output", b"output", "placement", b"placement", "prefix_source", b"prefix_source", "prompt", b"prompt", "replay", b"replay", "request", b"request", "sampling", b"sampling", "sharing", b"sharing", "suffix", b"suffix", "text", b"text", "token_ids", b"token_ids", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__async_draft_eval: _TypeAlias = _typing.Literal["async_draft_eval"]  # noqa: Y015
-    _WhichOneofArgType__async_draft_eval: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval"]  # noqa: Y015
     _WhichOneofReturnType__suffix: _TypeAlias = _typing.Literal["suffix"]  # noqa: Y015
     _WhichOneofArgType__suffix: _TypeAlias = _typing.Literal["_suffix", b"_suffix"]  # noqa: Y015
-    _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
-    _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["messages", "token_ids", "text", "embeddings"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__async_draft_eval) -> _WhichOneofReturnType__async_draft_eval | None: ...
-    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__suffix) -> _WhichOneofReturnType__suffix | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_logprobs) -> _WhichOneofReturnType__top_logprobs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Limits(_message.Message):
+    """Where an answer ends."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    LOOP_GUARD_FIELD_NUMBER: _builtins.int
+    max_tokens: _builtins.int
+    """absent, or 0: up to the end of the context"""
+    ignore_eos: _builtins.bool
+    loop_guard: _builtins.bool
+    """false: it may repeat itself. Else, without a grammar and with tools"""
+    @_builtins.property
+    def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        max_tokens: _builtins.int | None = ...,
+        stop: _abc.Iterable[_builtins.str] | None = ...,
+        ignore_eos: _builtins.bool = ...,
+        loop_guard: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_loop_guard", b"_loop_guard", "_max_tokens", b"_max_tokens", "loop_guard", b"loop_guard", "max_tokens", b"max_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loop_guard", b"_loop_guard", "_max_tokens", b"_max_tokens", "ignore_eos", b"ignore_eos", "loop_guard", b"loop_guard", "max_tokens", b"max_tokens", "stop", b"stop"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__loop_guard: _TypeAlias = _typing.Literal["loop_guard"]  # noqa: Y015
+    _WhichOneofArgType__loop_guard: _TypeAlias = _typing.Literal["_loop_guard", b"_loop_guard"]  # noqa: Y015
+    _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__loop_guard) -> _WhichOneofReturnType__loop_guard | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+
+Global___Limits: _TypeAlias = Limits  # noqa: Y015
+
+@_typing.final
+class Drafting(_message.Message):
+    """How an answer drafts, as its placement's head decides."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    ADAPTIVE_DRAFT_FIELD_NUMBER: _builtins.int
+    DRAFTING_REASON_FIELD_NUMBER: _builtins.int
+    INITIAL_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    INITIAL_DRAFT_SOURCE_FIELD_NUMBER: _builtins.int
+    ASYNC_DRAFT_EVAL_FIELD_NUMBER: _builtins.int
+    PROMPT_LOOKUP_FIELD_NUMBER: _builtins.int
+    num_draft_tokens: _builtins.int
+    """K; 0: no drafts"""
+    adaptive_draft: _builtins.bool
+    """`num_draft_tokens` is the most; the runner may draft fewer, or none"""
+    drafting_reason: _builtins.str
+    """why K is 0"""
+    initial_draft_tokens: _builtins.int
+    """drafts of an adaptive round until depths can be compared"""
+    initial_draft_source: _builtins.str
+    """where that number, or a fixed K, comes from, for a person"""
+    async_draft_eval: _builtins.bool
+    """absent: as the stage was loaded with"""
+    prompt_lookup: _builtins.bool
+    """drafts may be copied from its own tokens: its client names no K"""
+    def __init__(
+        self,
+        *,
+        num_draft_tokens: _builtins.int = ...,
+        adaptive_draft: _builtins.bool = ...,
+        drafting_reason: _builtins.str = ...,
+        initial_draft_tokens: _builtins.int = ...,
+        initial_draft_source: _builtins.str = ...,
+        async_draft_eval: _builtins.bool | None = ...,
+        prompt_lookup: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "async_draft_eval", b"async_draft_eval"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval", "adaptive_draft", b"adaptive_draft", "async_draft_eval", b"async_draft_eval", "drafting_reason", b"drafting_reason", "initial_draft_source", b"initial_draft_source", "initial_draft_tokens", b"initial_draft_tokens", "num_draft_tokens", b"num_draft_tokens", "prompt_lookup", b"prompt_lookup"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__async_draft_eval: _TypeAlias = _typing.Literal["async_draft_eval"]  # noqa: Y015
+    _WhichOneofArgType__async_draft_eval: _TypeAlias = _typing.Literal["_async_draft_eval", b"_async_draft_eval"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__async_draft_eval) -> _WhichOneofReturnType__async_draft_eval | None: ...
+
+Global___Drafting: _TypeAlias = Drafting  # noqa: Y015
+
+@_typing.final
+class Output(_message.Message):
+    """What an answer consists of."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    CALL_PARTS_FIELD_NUMBER: _builtins.int
+    CONTINUES_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    top_logprobs: _builtins.int
+    """absent: no log-probabilities; 0: of the emitted token only"""
+    prompt_logprobs: _builtins.bool
+    """with top_logprobs: the log-probabilities of the prompt's tokens too"""
+    call_parts: _builtins.bool
+    """calls come in parts, as they are written"""
+    continues: _builtins.bool
+    """the answer goes on in a text: a space that begins it is part of it"""
+    @_builtins.property
+    def grammar(self) -> Global___Grammar:
+        """absent: the answer may be anything"""
+
+    def __init__(
+        self,
+        *,
+        top_logprobs: _builtins.int | None = ...,
+        prompt_logprobs: _builtins.bool = ...,
+        call_parts: _builtins.bool = ...,
+        continues: _builtins.bool = ...,
+        grammar: Global___Grammar | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "grammar", b"grammar", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "call_parts", b"call_parts", "continues", b"continues", "grammar", b"grammar", "prompt_logprobs", b"prompt_logprobs", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_logprobs) -> _WhichOneofReturnType__top_logprobs | None: ...
+
+Global___Output: _TypeAlias = Output  # noqa: Y015
+
+@_typing.final
+class Sharing(_message.Message):
+    """What a request shares with others: cached prefixes, forwards, its turn."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BACKGROUND_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
+    ALONE_FIELD_NUMBER: _builtins.int
+    background: _builtins.bool
+    """its prompt is read after those of requests that are not"""
+    cache_salt: _builtins.bytes
+    """cached prefixes are shared by requests of the same salt only"""
+    cache: _builtins.bool
+    """false: it begins after no cached prefix, and none of its own is cached"""
+    alone: _builtins.bool
+    """it shares no forward, and over stages begins after no prefix"""
+    def __init__(
+        self,
+        *,
+        background: _builtins.bool = ...,
+        cache_salt: _builtins.bytes = ...,
+        cache: _builtins.bool | None = ...,
+        alone: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache", b"_cache", "cache", b"cache"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache", b"_cache", "alone", b"alone", "background", b"background", "cache", b"cache", "cache_salt", b"cache_salt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cache: _TypeAlias = _typing.Literal["cache"]  # noqa: Y015
+    _WhichOneofArgType__cache: _TypeAlias = _typing.Literal["_cache", b"_cache"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache) -> _WhichOneofReturnType__cache | None: ...
+
+Global___Sharing: _TypeAlias = Sharing  # noqa: Y015
 
 @_typing.final
 class Embeddings(_message.Message):

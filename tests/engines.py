@@ -1,5 +1,6 @@
 """Engines of whole models, by default of the demo checkpoint, as a runner builds them."""
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Sequence
@@ -10,9 +11,10 @@ from typing import Any
 
 from exo_node.mtp.types import GenerationStats, Round, Sampling
 from exo_node.proto import peer_pb2 as pb
+from exo_node.proto.fields import changed as changed_message
 from exo_node.shard.engine.events import AnswerEnd, Delta
 from exo_node.shard.engine.options import EngineOptions
-from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.parameters import Parameters
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded, load
 from exo_node.shard.pipeline.link import StageLink
@@ -44,7 +46,7 @@ class Answer:
 def spec(
     folder: Path = DEMO, first: int = 0, end: int = 16, stage: int = 0, **changes: Any
 ) -> pb.StageSpec:
-    fields: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "placement": "p1",
         "model": "demo",
         "stage": stage,
@@ -63,7 +65,7 @@ def spec(
         "lease_s": 10,
         "batching": True,
     }
-    return pb.StageSpec(**(fields | changes))
+    return pb.StageSpec(**(defaults | changes))
 
 
 def last_spec(**changes: Any) -> pb.StageSpec:
@@ -86,23 +88,45 @@ def whole_engine(folder: Path = DEMO, **changes: Any) -> TextEngine:
     return engine_of(load_quietly(stage_spec), stage_spec)
 
 
-def request(
-    prompt: Sequence[int], k: int = 0, max_tokens: int = 200, **changes: Any
-) -> EngineRequest:
-    fields: dict[str, Any] = {
-        "request": f"r{next(_NUMBERS)}",
-        "attempt": 1,
-        "prompt": prompt,
-        "sampling": Sampling(),
-        "max_tokens": max_tokens,
-        "stop": (),
-        "k": k,
-        "drafting_reason": "" if k else "a test",
-    }
-    return EngineRequest(**(fields | changes))
+def request(prompt: Sequence[int], k: int = 0, max_tokens: int = 200, **changes: Any) -> Parameters:
+    """A request. `changes`: see `changed`."""
+    name, limits = f"r{next(_NUMBERS)}", pb.Limits(max_tokens=max_tokens)
+    drafting = pb.Drafting(num_draft_tokens=k, drafting_reason="" if k else "a test")
+    return changed(Parameters(name, 1, prompt, Sampling(), limits, drafting), **changes)
 
 
-def answer(engine: TextEngine, engine_request: EngineRequest) -> Answer:
+def changed(parameters: Parameters, **changes: Any) -> Parameters:
+    """The request with other values of some fields, its own or those of its groups."""
+    own = {each.name for each in dataclasses.fields(Parameters)}
+    values: dict[str, Any] = {name: changes.pop(name) for name in own & changes.keys()}
+    for group, fields in grouped(changes).items():
+        values[group] = changed_message(getattr(parameters, group), **fields)
+    return dataclasses.replace(parameters, **values)
+
+
+def message(**fields: Any) -> pb.GenerateRequest:
+    """A request as it goes over the wire, by the names of its fields and of those of its groups."""
+    names = pb.GenerateRequest.DESCRIPTOR.fields_by_name.keys()
+    own = {name: fields.pop(name) for name in names & fields.keys()}
+    wire = pb.GenerateRequest(**own)
+    for group, values in grouped(fields).items():
+        getattr(wire, group).MergeFrom(type(getattr(wire, group))(**values))
+    return wire
+
+
+def grouped(fields: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Fields by the group of `GenerateRequest` that has them."""
+    groups = dict[str, dict[str, Any]]()
+    for group in ("limits", "drafting", "output", "sharing"):
+        kind = pb.GenerateRequest.DESCRIPTOR.fields_by_name[group].message_type
+        assert kind is not None
+        names = kind.fields_by_name.keys() & fields.keys()
+        groups |= {group: {name: fields.pop(name) for name in names}} if names else {}
+    assert not fields, f"no request has {list(fields)}"
+    return groups
+
+
+def answer(engine: TextEngine, engine_request: Parameters) -> Answer:
     """Drives one request to its end; futures of a loopback are done already."""
     events = list(engine.generate(engine_request))
     deltas = [event for event in events if isinstance(event, Delta)]

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import mlx.core as mx
 
 from exo_node.mtp.caches.rollback import cache_arrays
+from exo_node.shard.engine.parameters import Parameters
 from exo_node.shard.engine.prefixes.memory import PrefixCache
 from exo_node.shard.engine.prefixes.tree import PrefixNode
-from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.stage import StageWorker
 from exo_node.shard.engine.states.state import State
 from exo_node.shard.engine.text_engine import TextEngine
@@ -31,7 +31,7 @@ def held_bytes(engine: TextEngine) -> int:
     return counted(cache_of(engine)) + engine.cache_bytes()
 
 
-def prefix_of(engine: TextEngine, engine_request: EngineRequest) -> State | None:
+def prefix_of(engine: TextEngine, engine_request: Parameters) -> State | None:
     """The prefix that the engine of a whole model has cached for a request."""
     text = engine.codec.stream(StopStrings(()), ignore_end=True)
     request = engine._new_request(engine_request, text)  # pyright: ignore[reportPrivateUsage]

@@ -13,7 +13,7 @@ from engines import Answer, engine_of, load_quietly, request, spec
 from pipelines import Pipeline, stage_specs
 
 from exo_node.shard.engine.options import EngineOptions
-from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.parameters import Parameters
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.text.image_rows import PreparedImage, with_image_rows
@@ -85,7 +85,7 @@ def prepared(file: bytes, folder: Path = DENSE) -> PreparedImage:
 
 def picture_request(
     it: Conversation, k: int = 0, folder: Path = DENSE, **changes: Any
-) -> EngineRequest:
+) -> Parameters:
     model = loaded(folder)
     assert model.codec is not None and model.tower is not None
     images = [prepared(file, folder) for file in it.files]

@@ -266,7 +266,7 @@ class Pipeline:
         self, prompt: Sequence[int] = PROMPT, tokens: int = TOKENS, **changes: Any
     ) -> tuple[Round, ...]:
         """The rounds that were handed out before the stage was lost."""
-        engine_request = request(prompt, 0, tokens, ignore_end=True, top_logprobs=0, **changes)
+        engine_request = request(prompt, 0, tokens, ignore_eos=True, top_logprobs=0, **changes)
         rounds: list[Round] = []
         with pytest.raises(PeerLost):
             for event in self.engine.generate(engine_request):
@@ -279,7 +279,7 @@ class Pipeline:
     ) -> tuple[Round, ...]:
         """The rounds of an answer, after those of a log; counts `forwards` anew."""
         self.forwards.clear()
-        fields = {"top_logprobs": 0, "ignore_end": True} | changes
+        fields = {"top_logprobs": 0, "ignore_eos": True} | changes
         return answer(self.engine, request(prompt, 0, tokens, **fields)).rounds
 
     @property

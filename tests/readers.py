@@ -14,7 +14,7 @@ from small import small_spec
 from exo_node.mtp.types import Round, Sampling
 from exo_node.placement.errors import ExoNodeError
 from exo_node.shard.engine.events import AnswerEnd, Delta
-from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.parameters import Parameters
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 
@@ -56,7 +56,7 @@ def prompt(number: int, rows: int = 0) -> list[int]:
 class Reader:
     """One request that is stepped beside others, as the compute thread does."""
 
-    request: EngineRequest
+    request: Parameters
     begins: int = 0
     """The turn at which it comes."""
     ends: int | None = None
@@ -105,7 +105,7 @@ def together(
     raise AssertionError("they do not end")
 
 
-def alone(engine_request: EngineRequest) -> Answer:
+def alone(engine_request: Parameters) -> Answer:
     return answer(engine(batching=False), engine_request)
 
 

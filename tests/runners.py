@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import kept_profiles
-from engines import DEMO, spec
+from engines import DEMO, message, spec
 
 from exo_node.node.machine.settings import runner_environment
 from exo_node.node.machine.timing import LAN
@@ -110,7 +110,7 @@ class Placement:
             fields["messages"] = pb.Messages(json=chat)
         else:
             fields["token_ids"] = pb.TokenIds(ids=prompt)
-        return pb.GenerateRequest(**(fields | changes))
+        return message(**(fields | changes))
 
     def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateEvent, None]:
         return self.client.generate(self.endpoints[0], request)

@@ -16,7 +16,7 @@ from shims import by_own_rows, perturb
 from small import small_spec
 
 from exo_node.mtp.types import Sampling
-from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.parameters import Parameters
 from exo_node.shard.engine.text_engine import TextEngine
 
 CHUNK = 8
@@ -47,13 +47,14 @@ def _whole() -> TextEngine:
 
 @functools.cache
 def _alone(prompt: tuple[int, ...], tokens: int, sampling: Sampling) -> Answer:
-    fields = {"ignore_end": True, "top_logprobs": 0, "sampling": sampling}
+    fields = {"ignore_eos": True, "top_logprobs": 0, "sampling": sampling}
     return answer(_whole(), request(prompt, 0, tokens, **fields))
 
 
-def alone(engine_request: EngineRequest) -> list[tuple[object, ...]]:
+def alone(engine_request: Parameters) -> list[tuple[object, ...]]:
     """Ids and log-probabilities by round, of the whole model, which answers nobody else."""
-    got = _alone(tuple(engine_request.prompt), engine_request.max_tokens, engine_request.sampling)
+    tokens = engine_request.limits.max_tokens
+    got = _alone(tuple(engine_request.prompt), tokens, engine_request.sampling)
     return [(round_.tokens, round_.logprobs) for round_ in got.rounds]
 
 
@@ -62,9 +63,9 @@ def tokens_of(*readers: Reader) -> list[tuple[object, ...]]:
     return [(round_.tokens, round_.logprobs) for reader in readers for round_ in reader.rounds]
 
 
-def asks(prompt: Sequence[int], tokens: int, **changes: Any) -> EngineRequest:
+def asks(prompt: Sequence[int], tokens: int, **changes: Any) -> Parameters:
     """Greedy unless said otherwise, with log-probabilities, and to its last token."""
-    return request(prompt, 0, tokens, **({"ignore_end": True, "top_logprobs": 0} | changes))
+    return request(prompt, 0, tokens, **({"ignore_eos": True, "top_logprobs": 0} | changes))
 
 
 def readers_of(count: int) -> list[Reader]:

@@ -6,28 +6,28 @@ from engines import Answer, answer
 from prefixes import ROOM
 
 from exo_node.shard.checkpoint.prefix_stream import PrefixReceiver, ReceivedPrefix
-from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.parameters import Parameters
 from exo_node.shard.engine.text_engine import TextEngine
 
 KEY = "the same model"
 CONTEXT = 4096
 
 
-def content(source: TextEngine, engine_request: EngineRequest, key: str = KEY) -> bytes:
+def content(source: TextEngine, engine_request: Parameters, key: str = KEY) -> bytes:
     """The file that a runner sends for a request."""
     pieces = source.prefix_lookup.export(
-        key, engine_request.prompt, engine_request.cache_salt, drafts=engine_request.k > 0
+        key, engine_request.prompt, engine_request.sharing.cache_salt, drafts=engine_request.k > 0
     )
     assert pieces is not None
     return b"".join(pieces())
 
 
-def received(target: TextEngine, engine_request: EngineRequest, data: bytes) -> ReceivedPrefix:
+def received(target: TextEngine, engine_request: Parameters, data: bytes) -> ReceivedPrefix:
     """What a runner makes of it. Raises ValueError or a parser's error."""
     expected = target.prefix_lookup.expected(
         KEY,
         engine_request.prompt,
-        engine_request.cache_salt,
+        engine_request.sharing.cache_salt,
         drafts=engine_request.k > 0,
         context_length=CONTEXT,
     )
@@ -37,7 +37,7 @@ def received(target: TextEngine, engine_request: EngineRequest, data: bytes) -> 
     return receiver.finish()
 
 
-def handed_over(source: TextEngine, target: TextEngine, engine_request: EngineRequest) -> Answer:
+def handed_over(source: TextEngine, target: TextEngine, engine_request: Parameters) -> Answer:
     data = content(source, engine_request)
     state = received(target, engine_request, data)
     assert state.size == len(data)

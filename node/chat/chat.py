@@ -294,10 +294,11 @@ def _wire(
     wire.CopyFrom(earlier)
     wire.placement = placed.placement
     wire.ClearField("prefix_source")
-    if wire.num_draft_tokens and not placed.head_loaded:
+    if wire.drafting.num_draft_tokens and not placed.head_loaded:
         # The tokens are the same without drafts; the answer matters more than its speed.
-        wire.num_draft_tokens, wire.adaptive_draft = 0, False
-        wire.drafting_reason = f"resumed where no draft head is loaded: {placed.head_reason}"
+        drafting = wire.drafting
+        drafting.num_draft_tokens, drafting.adaptive_draft = 0, False
+        drafting.drafting_reason = f"resumed where no draft head is loaded: {placed.head_reason}"
     return wire
 
 

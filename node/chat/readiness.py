@@ -65,8 +65,8 @@ class Readiness:
             token_ids=None if embeds else prompt,
             embeddings=inputs if embeds else None,
             sampling=pb.Sampling(top_p=1.0),
-            max_tokens=1,
-            drafting_reason="a probe",
+            limits=pb.Limits(max_tokens=1),
+            drafting=pb.Drafting(drafting_reason="a probe"),
         )
         within_s = self._timing.reply_s
         epoch = record.epoch

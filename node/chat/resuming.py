@@ -141,7 +141,8 @@ class AnswerLog:
                 each for each in request.embeddings.inputs if each.index not in self.embedded
             )
         # Or the last ones brought nothing new, and no runner was lost.
-        again.alone = self._alone or (len(self._barren) > 1 and self._as_it_was)
+        if self._alone or (len(self._barren) > 1 and self._as_it_was):
+            again.sharing.alone = True
         return again
 
     def timings(self) -> dict[str, float]:

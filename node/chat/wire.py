@@ -36,26 +36,24 @@ def to_wire(request: GenerationRequest, placed: pb.Placed) -> pb.GenerateRequest
         attempt=1,
         tools=tools_json(request),
         bare=request.text is not None or request.ids is not None,
-        continues=_continues(request),
         sampling=sampling,
-        max_tokens=request.max_tokens or 0,
-        stop=request.stop,
-        num_draft_tokens=placed.num_draft_tokens,
-        adaptive_draft=placed.adaptive_draft,
-        prompt_lookup=request.num_draft_tokens is None,
-        drafting_reason=placed.drafting_reason,
-        initial_draft_tokens=placed.initial_draft_tokens,
-        initial_draft_source=placed.initial_draft_source,
-        async_draft_eval=placed.async_draft_eval,
-        background=request.background,
-        cache_salt=request.cache_salt,
-        no_cache=not request.uses_cache,
-        top_logprobs=request.top_logprobs,
-        prompt_logprobs=request.scores_prompt,
+        limits=pb.Limits(
+            max_tokens=request.max_tokens, stop=request.stop, loop_guard=request.guards_loops
+        ),
+        drafting=placed.drafting,
+        output=pb.Output(
+            top_logprobs=request.top_logprobs,
+            prompt_logprobs=request.scores_prompt,
+            call_parts=request.call_parts,
+            continues=_continues(request),
+            grammar=_grammar(request),
+        ),
+        sharing=pb.Sharing(
+            background=request.background,
+            cache_salt=request.cache_salt,
+            cache=request.uses_cache,
+        ),
         suffix=request.suffix,
-        grammar=_grammar(request),
-        loop_guard=request.guards_loops is not False,
-        call_parts=request.call_parts,
         images=_images(request),
     )
     if placed.HasField("prefix_source"):
@@ -88,7 +86,8 @@ def prompt_to_wire(
 ) -> pb.GenerateRequest:
     """The request as far as its prompt is concerned, and whether it drafts there."""
     drafts = request.num_draft_tokens != 0 and generator.ready.mtp_head == "loaded"
-    return to_wire(request, pb.Placed(placement=placement, num_draft_tokens=int(drafts)))
+    drafting = pb.Drafting(num_draft_tokens=int(drafts))
+    return to_wire(request, pb.Placed(placement=placement, drafting=drafting))
 
 
 def _continues(request: GenerationRequest) -> bool:

@@ -168,13 +168,15 @@ class Claims:
         settings = self._facts.stage_settings(record.generator.node)
         drafting = self._drafting(record.card, record, request, settings)
         placed = placed_of(record)
-        placed.num_draft_tokens, placed.adaptive_draft = drafting.k, drafting.adaptive
+        wire = placed.drafting
+        wire.num_draft_tokens, wire.adaptive_draft = drafting.k, drafting.adaptive
         if drafting.kind == "native_mtp":
-            placed.initial_draft_tokens = drafting.initial_k
-            placed.initial_draft_source = drafting.reason
+            wire.initial_draft_tokens = drafting.initial_k
+            wire.initial_draft_source = drafting.reason
         else:
-            placed.drafting_reason = drafting.reason
-        placed.async_draft_eval = settings.async_draft_eval
+            wire.drafting_reason = drafting.reason
+        wire.async_draft_eval = settings.async_draft_eval
+        wire.prompt_lookup = not request.HasField("num_draft_tokens")
         placed.reason = assignment.reason
         if (source := assignment.source) is not None and source.endpoints:
             generator = source.generator

@@ -19,6 +19,7 @@ lookup_control.py: whether a request copies drafts from its own tokens
 loop_guard.py: ends an answer that repeats itself
 model_measurements.py: exactness of drafts and batches, and costs of rounds, before requests
 options.py: the engine's part of a stage's specification
+parameters.py: what a request asks: groups of its message, and what was made of its prompt
 pipeline_executor.py: carries out steps over several nodes
 prefill_forward.py: a forward over prompts, some layers at a time
 probing.py: measurements before the first request

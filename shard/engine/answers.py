@@ -8,7 +8,8 @@ from ...mtp.steps import Prefilled, Rebuilt, Step
 from ...mtp.types import Round
 from .compute import ComputeThread, as_exception
 from .events import Delta, EngineEvent, RebuiltText
-from .request import MAX_UNREAD_EVENTS, EngineRequest, Request
+from .parameters import Parameters
+from .request import MAX_UNREAD_EVENTS, Request
 
 if TYPE_CHECKING:
     from ..text.codec import TextCodec
@@ -23,15 +24,13 @@ OnEnd = Callable[[BaseException | None], None]
 class AnswerEvents:
     """Turns the steps of one answer into events with text, and counts them for its stats."""
 
-    def __init__(
-        self, request: EngineRequest, codec: "TextCodec", clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, request: Parameters, codec: "TextCodec", clock: Callable[[], float]) -> None:
         """`codec` makes text of the answer's tokens; `clock` gives seconds."""
         self.request = request
         self.text = codec.stream(
             request.stop_strings(),
-            ignore_end=request.ignore_end,
-            continues=request.continues,
+            ignore_end=request.limits.ignore_eos,
+            continues=request.output.continues,
             more_ends=codec.infill_ends if request.fills_gap else frozenset(),
         )
         self.stats = StatsCollector(clock, request.fetch_s)
@@ -63,13 +62,13 @@ class AnswerHandle:
         self._request: Request | None = None
         self._is_cancelled = False
 
-    def begin(self, engine_request: EngineRequest, deliver: Deliver, on_end: OnEnd) -> None:
+    def begin(self, parameters: Parameters, deliver: Deliver, on_end: OnEnd) -> None:
         """Compute thread: adds the request to the engine, unless it was cancelled before."""
         if self._is_cancelled:
             on_end(None)
             return
         try:
-            self._request = self._engine.begin(engine_request, deliver, on_end)
+            self._request = self._engine.begin(parameters, deliver, on_end)
         except BaseException as fault:  # the edge of the compute thread
             on_end(as_exception(fault))
 

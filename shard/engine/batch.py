@@ -275,7 +275,7 @@ class Batch:
             return False
         request = next(iter(self.requests))
         fits = request.position <= MAX_DEVICE_ROWS and request.top_logprobs is None
-        fits = fits and not request.after_fault
+        fits = fits and not request.alone
         several = self.caches.on_device or request.remaining_tokens > 2 * (k + 1)
         return fits and several and request.drafts.overlap and request.sampler.is_free
 

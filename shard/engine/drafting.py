@@ -7,11 +7,12 @@ from ...mtp.drafting.depth import AdaptiveDepth, DepthPolicy, FixedDepth
 from ...mtp.families.family import Family
 from ...mtp.families.head import DraftHead
 from ...placement.errors import InvalidRequest
+from ...proto.fields import changed
 from ..model.numeric import parked_reason
 from .draft_profile import DraftProfile
 from .drafter import DraftModel
 from .options import EngineOptions
-from .request import EngineRequest
+from .parameters import Parameters
 
 log = logging.getLogger(__name__)
 
@@ -64,22 +65,25 @@ class DraftControl:
         """Any thread: whether a request that asks for `k` drafts would draft."""
         return k > 0 and not self.parked_reason
 
-    def grant(self, request: EngineRequest) -> EngineRequest:
+    def grant(self, request: Parameters) -> Parameters:
         """The request, without drafts if the head is parked."""
         if not request.k or self.grants(request.k):
             return request
-        return replace(request, k=0, adaptive=False, drafting_reason=self.parked_reason)
+        changes = {"num_draft_tokens": 0, "adaptive_draft": False}
+        drafting = changed(request.drafting, **changes, drafting_reason=self.parked_reason)
+        return replace(request, drafting=drafting)
 
-    def depth(self, request: EngineRequest) -> DepthPolicy:
+    def depth(self, request: Parameters) -> DepthPolicy:
         """The policy that decides how many tokens each round of a request drafts."""
-        if not request.adaptive or request.k == 0:
-            return FixedDepth(request.k, request.k_source or "as requested")
+        drafting, k = request.drafting, request.k
+        if not drafting.adaptive_draft or k == 0:
+            return FixedDepth(k, drafting.initial_draft_source or "as requested")
         return AdaptiveDepth(
-            request.k,
-            request.initial_k or request.k,
+            k,
+            drafting.initial_draft_tokens or k,
             self._profile.prior,
             self._profile.costs,
-            request.k_source or "the most that the request allows",
+            drafting.initial_draft_source or "the most that the request allows",
         )
 
     @property

@@ -17,6 +17,7 @@ from ...mtp.stats import StatsCollector
 from ...mtp.targets import FamilyTarget
 from ...mtp.types import CacheTier, FinishReason, GenerationStats, Sampling
 from ...placement.drafting import GENERATES_NOTHING
+from ...proto import peer_pb2 as pb
 from ..kernels.install import used
 from ..model.embedder import POOLINGS, Embedder
 from ..model.encoder import PADDING
@@ -26,6 +27,7 @@ from .compute import ComputeThread, as_exception
 from .engine import Engine
 from .executor import LocalExecutor
 from .options import EngineOptions
+from .parameters import Parameters
 from .probing import batching_refusal
 from .public_faults import public_fault
 from .request import Embedding, Request
@@ -96,17 +98,22 @@ class EmbeddingEngine:
         """The engine's request for one input."""
         prompt, alone = request.prompts[index], request.after_fault
         ends = prefill_ends(prompt, self._options.prefill_chunk)
-        return Request(
+        parameters = Parameters(
+            f"{request.name}/{index}",
+            request.attempt,
             prompt,
+            Sampling(),
+            pb.Limits(),
+            pb.Drafting(),
+            sharing=pb.Sharing(background=request.background),
+        )
+        return Request(
+            parameters,
             # An encoder's rows attend to all others: one forward reads them.
             [len(prompt)] if self._embedder.is_encoder else ends,
-            0,
-            Sampler(Sampling(), 0),
+            Sampler(parameters.sampling, 0),
             _NoAnswer(),
-            name=f"{request.name}/{index}",
-            attempt=request.attempt,
             embedding=Embedding(request.dimensions, self._options.pooling),
-            background=request.background,
             batches_prompt=not (self.batching_reason or alone),
             uses_cache=False,
         )

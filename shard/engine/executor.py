@@ -123,7 +123,7 @@ class LocalExecutor:
 
     def begin(self, request: Request) -> None:
         """Gives a request its caches, after a cached prefix of its prompt if there is one."""
-        received, request.received = request.received, None
+        received = request.parameters.received
         self._prefixes.begin()
         state = None
         if request.uses_cache:
@@ -155,7 +155,7 @@ class LocalExecutor:
                 patience if isinstance(request.drafts.depth, AdaptiveDepth) else PENDING_ROWS
             )
             self._feed_head(forward, index, max_unread)
-            if request.scores_prompt:
+            if request.parameters.output.prompt_logprobs:
                 outcomes.append(
                     scored(request, forward.outputs[index].logits, forward.begin(index))
                 )

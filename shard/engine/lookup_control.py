@@ -16,8 +16,8 @@ from ...mtp.probe import Subject
 from ..model.model_faults import MODEL_FAULTS, headline
 from .draft_profile import DraftProfile
 from .options import EngineOptions
+from .parameters import Parameters
 from .probing import probe_copies, probe_shared_copies
-from .request import EngineRequest
 
 log = logging.getLogger(__name__)
 
@@ -99,9 +99,9 @@ class LookupControl:
             self.policy.allow(copies.exact, ratios)
             self.policy.allow_in_place(head)
 
-    def reason(self, request: EngineRequest, *, shared: bool = False) -> str:
+    def reason(self, request: Parameters, *, shared: bool = False) -> str:
         """Why a request copies nothing; empty if it may. `shared`: in steps that others shared."""
-        if not request.lookup:
+        if not request.drafting.prompt_lookup:
             return NOT_ASKED
         return self.refusal or (self.shared_reason if shared else "")
 
@@ -110,7 +110,7 @@ class LookupControl:
         """Why no request copies; empty if some may."""
         return self.off_reason or ("" if self._lengths else NOT_MEASURED)
 
-    def lookup(self, request: EngineRequest) -> PromptLookup | None:
+    def lookup(self, request: Parameters) -> PromptLookup | None:
         """The copies of one request; None if it copies nothing."""
         if self.reason(request):
             return None

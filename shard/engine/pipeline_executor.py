@@ -128,7 +128,7 @@ class PipelineExecutor:
         self._prefill_logs[request] = PrefillLog()
         self._borders[request] = Borders(request.prompt, request.ends, self._turn_ends, 0)
         self._prefixes.begin()
-        if request.after_fault or not request.uses_cache:
+        if request.alone or not request.uses_cache:
             return None
         cached_ends = self._prefixes.cached_ends(request.path.inner, self.bytes)
         if not cached_ends:
@@ -178,7 +178,8 @@ class PipelineExecutor:
             return
         following = len(request.prompt) - request.rows
         state, prefill_log = self._states[request], self._prefill_logs[request]
-        self._prefixes.keep_read(prefill_log, state, self.bytes, following, request.cache_salt)
+        salt = request.parameters.sharing.cache_salt
+        self._prefixes.keep_read(prefill_log, state, self.bytes, following, salt)
         self._prefixes.memory.evict(self.bytes)
 
     def make_room(self, request: Request) -> None:

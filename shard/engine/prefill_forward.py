@@ -90,7 +90,13 @@ class PrefillForward:
             embeddings = set_places(
                 target.rope_positions, request.images, self._starts[0], self.ends[0]
             )
-            want = "all" if request.scores_prompt else "last" if is_last else "none"
+            want = (
+                "all"
+                if request.parameters.output.prompt_logprobs
+                else "last"
+                if is_last
+                else "none"
+            )
             rows = as_row(self.ids(0))
             return [target.forward(rows, state.caches, want=want, embeddings=embeddings)]
         target.rope_positions.behind([0])

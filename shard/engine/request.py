@@ -6,103 +6,14 @@ from typing import Final, Literal
 
 from ...mtp.drafting.depth import DepthPolicy, FixedDepth, Plan
 from ...mtp.drafting.lookup_drafts import PromptLookup
-from ...mtp.grammar import GrammarMatcher
 from ...mtp.sampler import Sampler
 from ...mtp.seams import StopCondition
 from ...mtp.steps import Step
-from ...mtp.types import CacheTier, DraftPolicy, FinishReason, Round, Sampling
-from ..checkpoint.prefix_stream import ReceivedPrefix
-from ..text.image_rows import PreparedImage
-from ..text.stop_strings import StopStrings
-from ..text.tools.channels import AnswerFormat
-from .loop_guard import LoopGuard, LoopLimits
+from ...mtp.types import CacheTier, FinishReason, Round
+from .loop_guard import LoopGuard
+from .parameters import Parameters
 from .prefixes.prompt_path import PromptPath
 from .prompt_images import PromptImages
-
-
-@dataclass(frozen=True, slots=True)
-class EngineRequest:
-    """A request as it reaches the engine: its prompt is tokenised, and its limits are checked."""
-
-    request: str
-    attempt: int
-    prompt: Sequence[int]
-    sampling: Sampling
-    max_tokens: int
-    stop: Sequence[str]
-    k: int
-    """Drafts per round, at most; 0: none."""
-    drafting_reason: str
-    """Why it does not draft; empty where it does."""
-    replay: Sequence[Round] = ()
-    """The rounds that an earlier attempt of the answer delivered."""
-    after_fault: bool = False
-    """Whether a forward of an earlier attempt may have failed: then this one shares no forward, and
-    in a pipeline it begins without a cached prefix."""
-    ignore_end: bool = False
-    continues: bool = False
-    """Whether the answer continues a text, so that a leading space is part of it."""
-    adaptive: bool = False
-    """Whether measured costs decide how many tokens each round drafts, up to `k`."""
-    initial_k: int = 0
-    """Drafts of an adaptive round until depths can be compared; 0: `k`."""
-    k_source: str = ""
-    """The source of `initial_k`, or of `k` if it is fixed, for a person."""
-    lookup: bool = False
-    """Whether it may copy drafts from its own tokens, in lengths that measured costs decide."""
-    top_logprobs: int | None = None
-    """Alternatives whose log-probabilities are returned with each token's; None: not even that."""
-    scores_prompt: bool = False
-    """Whether the prompt's tokens get log-probabilities too, with `top_logprobs`."""
-    fills_gap: bool = False
-    """Whether the tokens that mark gaps end the answer, too."""
-    async_draft_eval: bool | None = None
-    """None: the engine's own setting."""
-
-    answer_format: AnswerFormat = field(default_factory=AnswerFormat)
-    """How the answer marks its content, the only part in which `stop` applies; default: all."""
-
-    grammar: GrammarMatcher | None = None
-    """A grammar that the answer must match, in its initial state; used by this attempt only."""
-
-    loop_limits: LoopLimits | None = None
-    """Limits of an answer that repeats itself, never of one under a grammar; None: it has none."""
-
-    cache_salt: bytes = b""
-    """Cached prefixes are shared only between requests of equal salts; see `PrefixCache`."""
-    uses_cache: bool = True
-    """Whether it may begin behind a cached prefix, and its own states are cached."""
-    received: ReceivedPrefix | None = None
-    """The state behind a prefix that another replica's runner sent."""
-    images: Sequence[PreparedImage] = ()
-    """The images of the prompt's rows with ids below 0, in order."""
-    fetch_s: float = 0.0
-    """Seconds that it waited for that state: part of the time to its first token."""
-    background: bool = False
-    """Whether requests in the foreground are admitted, and have their prompts read, first."""
-
-    def stop_strings(self) -> StopStrings:
-        """A matcher for `stop`, for one run of the answer."""
-        return StopStrings(self.stop, self.answer_format, self.prompt)
-
-    def loop_guard(self) -> LoopGuard | None:
-        """A guard against loops, for one run of the answer; None: it may repeat itself."""
-        if self.loop_limits is None or self.grammar is not None or self.sampling.min_tokens:
-            return None
-        return LoopGuard(self.loop_limits, self.prompt, self.answer_format.calls)
-
-    @property
-    def ids(self) -> list[int]:
-        """The prompt's ids, and those of the rounds that were delivered."""
-        return [*self.prompt, *(token for round_ in self.replay for token in round_.tokens)]
-
-    @property
-    def policy(self) -> DraftPolicy:
-        """How the number of drafts is chosen, as the stats report it."""
-        if self.k == 0:
-            return "adaptive" if self.lookup else "none"
-        return "adaptive" if self.adaptive else "fixed"
-
 
 Phase = Literal["waiting", "prefill", "replay", "decode", "finished"]
 """`replay`: the rounds of an earlier attempt are repeated behind the prompt."""
@@ -163,51 +74,40 @@ class Embedding:
 class Request:
     """A request in progress. The compute thread owns every field but `events_read`."""
 
-    prompt: Sequence[int]
+    parameters: Parameters
     ends: Sequence[int]
     """The row behind each forward over the prompt: `prefill_ends`."""
-    max_tokens: int
     sampler: Sampler
     stop_condition: StopCondition
-    name: str = ""
-    attempt: int = 1
-    """Name and attempt identify the request's state on every stage."""
-    k: int = 0
-    """Drafts per round, at most."""
-    drafts: DraftProgress = field(default_factory=lambda: DraftProgress())
-    replay: ReplayProgress = field(default_factory=lambda: ReplayProgress())
+    drafts: DraftProgress = field(default_factory=DraftProgress)
+    replay: ReplayProgress = field(default_factory=ReplayProgress)
     loop_guard: LoopGuard | None = None
     """Ends an answer that repeats itself, unless it may."""
-    top_logprobs: int | None = None
-    """Alternatives whose log-probabilities are returned with each token's; None: not even that."""
-    scores_prompt: bool = False
-    """Whether the prompt's tokens get log-probabilities too: all its rows are read, alone."""
-    background: bool = False
-    """Whether requests in the foreground are admitted, and have their prompts read, first."""
+    images: PromptImages | None = None
+    """The images of its prompt, if it has some."""
+    embedding: Embedding | None = None
+    """What it ends with in place of an answer."""
     batching_reason: str = ""
     """Why it shares no decode forward; empty where it may."""
     batches_prompt: bool = False
     """Whether its prompt may share a forward: only where a batch was measured to change no bit,
     since the state behind a prompt is kept for other requests."""
-    after_fault: bool = False
-    """Whether an earlier attempt may have failed in a forward. Then each round is read before the
-    next one is issued, which shows whether the target or a draft gave logits that are not finite.
-    """
-    cache_salt: bytes = b""
     uses_cache: bool = True
-    """Whether it may begin behind a cached prefix, and its own states are cached."""
+    """Whether it may begin after a cached prefix, and its own states are cached."""
     reads_to: int = 0
     """The row at which it ends without an answer, as only its cached states are of use; or 0."""
-    received: ReceivedPrefix | None = None
-    """A state that another runner sent, until the request begins."""
-    images: PromptImages | None = None
-    """The images of its prompt; None: it has none."""
-    embedding: Embedding | None = None
-    """What it ends with in place of an answer."""
     deliver: Callable[[Step], None] = _ignore
     """Called with progress and rounds."""
     finish: Callable[[FinishReason | BaseException], None] = _ignore
     """Called once, at the end, with the reason or the error."""
+
+    prompt: Sequence[int] = field(init=False)
+    """Like the next five: of its parameters, for steps, which read them often."""
+    max_tokens: int = field(init=False)
+    k: int = field(init=False)
+    top_logprobs: int | None = field(init=False)
+    background: bool = field(init=False)
+    alone: bool = field(init=False)
 
     phase: Phase = "waiting"
     rows: int = 0
@@ -237,15 +137,22 @@ class Request:
     events_read: int = 0
     """Written by the reader's thread alone."""
 
+    def __post_init__(self) -> None:
+        parameters = self.parameters
+        self.prompt, self.max_tokens = parameters.prompt, parameters.limits.max_tokens
+        self.k, self.top_logprobs = parameters.k, parameters.top_logprobs
+        self.background, self.alone = parameters.sharing.background, parameters.sharing.alone
+
     @property
     def key(self) -> tuple[str, int]:
-        """Name and attempt."""
-        return self.name, self.attempt
+        """Name and attempt, which identify its state on every stage."""
+        return self.parameters.key
 
     @property
     def path(self) -> PromptPath:
         """The forwards over its prompt, as the prefix cache finds states behind them."""
-        return PromptPath(self.prompt, self.ends, self.cache_salt, drafts=self.k > 0)
+        salt = self.parameters.sharing.cache_salt
+        return PromptPath(self.prompt, self.ends, salt, drafts=self.k > 0)
 
     def follows(self, other: "Request") -> bool:
         """Whether it will begin after a cached prefix of the same prompt that `other` reads."""
@@ -253,7 +160,8 @@ class Request:
             self.uses_cache
             and other.uses_cache
             and len(self.ends) > 1
-            and (self.cache_salt, self.k > 0) == (other.cache_salt, other.k > 0)
+            and (self.k > 0) == (other.k > 0)
+            and self.parameters.sharing.cache_salt == other.parameters.sharing.cache_salt
             and self.background >= other.background
             and self.prompt == other.prompt
         )

@@ -34,13 +34,14 @@ from .executor import LocalExecutor
 from .lookup_control import LookupControl
 from .model_measurements import ModelMeasurements
 from .options import EngineOptions
+from .parameters import Parameters
 from .pipeline_executor import PipelineExecutor
 from .prefixes.disk import PrefixDisk
 from .prefixes.lookup import PrefixLookup
 from .prefixes.store import PrefixStore
 from .prompt_images import PromptImages
 from .public_faults import public_fault
-from .request import DraftProgress, EngineRequest, ReplayProgress, Request
+from .request import DraftProgress, ReplayProgress, Request
 from .request_limits import RequestLimits
 from .round_forms import RoundForms, lookahead_of
 from .scheduler import Scheduler
@@ -156,37 +157,37 @@ class TextEngine:
                 return Scheduler(rows, chunk, stages=max(2, self._options.stages))
 
     def drive(
-        self, compute: ComputeThread, engine_request: EngineRequest, deliver: Deliver, on_end: OnEnd
+        self, compute: ComputeThread, parameters: Parameters, deliver: Deliver, on_end: OnEnd
     ) -> AnswerHandle:
         """Any thread: answers on the compute thread, which calls `deliver` and, once, `on_end`."""
         compute.attach(self._engine.step)
         if self._link is not None:
             self._link.listen(lambda: compute.post(lambda: None))  # wakes the compute thread
         handle = AnswerHandle(self, compute)
-        compute.post(lambda: handle.begin(engine_request, deliver, on_end))
+        compute.post(lambda: handle.begin(parameters, deliver, on_end))
         return handle
 
-    def begin(self, engine_request: EngineRequest, deliver: Deliver, on_end: OnEnd) -> Request:
+    def begin(self, parameters: Parameters, deliver: Deliver, on_end: OnEnd) -> Request:
         """Adds a request to the engine. Raises InvalidRequest.
 
         `deliver` takes its events, and `on_end` its end: None after its `AnswerEnd`, or the error.
         """
-        self.drafting.check(engine_request.k)
-        self._check_name(engine_request)
-        engine_request = self.drafting.grant(engine_request)
-        self._answer_reads.begin(engine_request)
+        self.drafting.check(parameters.k)
+        self._check_name(parameters)
+        parameters = self.drafting.grant(parameters)
+        self._answer_reads.begin(parameters)
         self._engine.cancel_reads()
-        answer = AnswerEvents(engine_request, self.codec, self._clock)
-        request = self._new_request(engine_request, answer.text)
+        answer = AnswerEvents(parameters, self.codec, self._clock)
+        request = self._new_request(parameters, answer.text)
 
         def finish(end: FinishReason | BaseException) -> None:
             try:
                 if isinstance(end, BaseException):
                     raise end
                 deliver(self._answer_end(answer, request, end))
-                self._answer_reads.add(engine_request, answer.ids)
+                self._answer_reads.add(parameters, answer.ids)
             except BaseException as fault:  # SystemExit of a library, too
-                on_end(self._public_fault(engine_request, as_exception(fault)))
+                on_end(self._public_fault(parameters, as_exception(fault)))
             else:
                 on_end(None)
             finally:
@@ -203,14 +204,14 @@ class TextEngine:
             self._engine.cancel(request)
             mx.clear_cache()
 
-    def generate(self, engine_request: EngineRequest) -> Generator[EngineEvent | None, None, None]:
+    def generate(self, parameters: Parameters) -> Generator[EngineEvent | None, None, None]:
         """Drives one answer; closing the generator frees its state here and on every stage.
 
         Reading an event that is not computed yet makes the engine do its next step. None: there is
         nothing to do here until another stage answers.
         """
         events, ends = deque[EngineEvent](), list[BaseException | None]()
-        request = self.begin(engine_request, events.append, ends.append)
+        request = self.begin(parameters, events.append, ends.append)
         try:
             while True:
                 while events:
@@ -227,10 +228,10 @@ class TextEngine:
         finally:
             self.cancel(request)
 
-    def _check_name(self, engine_request: EngineRequest) -> None:
+    def _check_name(self, parameters: Parameters) -> None:
         """Raises InvalidRequest if the request's name and attempt are in progress already."""
-        name, attempt = engine_request.request, engine_request.attempt
-        if (name, attempt) in self._engine.keys:
+        name, attempt = key = parameters.key
+        if key in self._engine.keys:
             raise InvalidRequest(
                 f"attempt {attempt} of request {name} is running already; a request needs a name "
                 "of its own",
@@ -242,64 +243,54 @@ class TextEngine:
         next turn of its conversation then begins after it."""
         if self._engine.keys or (reading := self._answer_reads.take()) is None:
             return
-        engine_request, end = reading
-        request = self._new_request(
-            engine_request, self.codec.stream(StopStrings(()), ignore_end=True)
-        )
+        parameters, end = reading
+        request = self._new_request(parameters, self.codec.stream(StopStrings(()), ignore_end=True))
         request.reads_to, request.finish = end, _log_failed_read
         self._engine.add(request)
 
-    def _new_request(self, engine_request: EngineRequest, text: "TextStream") -> Request:
-        prompt, overlap = engine_request.prompt, engine_request.async_draft_eval
-        measured, scores_prompt = self.measurements, engine_request.scores_prompt
-        return Request(
+    def _new_request(self, parameters: Parameters, text: "TextStream") -> Request:
+        prompt, drafting, measured = parameters.prompt, parameters.drafting, self.measurements
+        scores_prompt, has_own = parameters.output.prompt_logprobs, "async_draft_eval"
+        overlap = drafting if drafting.HasField(has_own) else self._options
+        sampler = Sampler(
+            parameters.sampling,
+            secrets.randbits(63),
+            self.codec.special_tokens,
             prompt,
-            self._ends(engine_request),
-            engine_request.max_tokens,
-            Sampler(
-                engine_request.sampling,
-                secrets.randbits(63),
-                self.codec.special_tokens,
-                prompt,
-                engine_request.grammar,
-                text.ends,
-            ),
+            parameters.grammar,
+            text.ends,
+        )
+        return Request(
+            parameters,
+            self._ends(parameters),
+            sampler,
             text,
-            name=engine_request.request,
-            attempt=engine_request.attempt,
-            k=engine_request.k,
             drafts=DraftProgress(
-                self.drafting.depth(engine_request),
-                self.lookup.lookup(engine_request),
-                self._options.async_draft_eval if overlap is None else overlap,
+                self.drafting.depth(parameters),
+                self.lookup.lookup(parameters),
+                overlap.async_draft_eval,
             ),
             replay=ReplayProgress(
-                engine_request.replay,
+                parameters.replay,
                 self.drafting.max_k + 1 if measured.drafts_are_exact else 0,
             ),
-            loop_guard=engine_request.loop_guard(),
-            top_logprobs=engine_request.top_logprobs,
-            scores_prompt=scores_prompt,
-            background=engine_request.background,
-            batching_reason=AFTER_FAULT if engine_request.after_fault else measured.batching_reason,
+            loop_guard=parameters.loop_guard(),
+            images=self._prompt_images(parameters),
+            batching_reason=AFTER_FAULT if parameters.sharing.alone else measured.batching_reason,
             batches_prompt=self._can_batch_prompts
             and measured.batch_identity == "bitwise"
-            and not (engine_request.images or scores_prompt),
-            after_fault=engine_request.after_fault,
-            cache_salt=engine_request.cache_salt,
-            uses_cache=engine_request.uses_cache and not scores_prompt and self._prefixes.enabled,
-            received=engine_request.received,
-            images=self._prompt_images(engine_request),
+            and not (parameters.images or scores_prompt),
+            uses_cache=parameters.uses_cache and not scores_prompt and self._prefixes.enabled,
         )
 
-    def _ends(self, request: EngineRequest) -> list[int]:
+    def _ends(self, request: Parameters) -> list[int]:
         """The row after each forward over a request's prompt."""
         schedule = self._schedule
-        if request.scores_prompt:
+        if request.output.prompt_logprobs:
             schedule = schedule._replace(chunk=min(schedule.chunk, SCORED_ROWS))
         return schedule.ends(request.prompt)
 
-    def _prompt_images(self, request: EngineRequest) -> PromptImages | None:
+    def _prompt_images(self, request: Parameters) -> PromptImages | None:
         if not request.images:
             return None
         assert self._tower is not None, "the service refuses them"
@@ -309,30 +300,28 @@ class TextEngine:
     def _answer_end(
         self, answer: AnswerEvents, request: Request, reason: FinishReason
     ) -> AnswerEnd:
-        engine_request, text, measured = answer.request, answer.text, self.measurements
+        parameters, text, measured = answer.request, answer.text, self.measurements
         self.drafting.park(request.drafts.parked_at)
-        depth_reason = self._note_depth(request) if engine_request.k else ""
+        depth_reason = self._note_depth(request) if parameters.k else ""
         stats = answer.stats.finish(
-            prompt_tokens=len(engine_request.prompt),
-            rule=engine_request.sampling.rule_of(request.most_drafts),
-            policy=engine_request.policy,
-            k=engine_request.k,
-            reason=engine_request.drafting_reason or self.drafting.parked_reason,
+            prompt_tokens=len(parameters.prompt),
+            rule=parameters.sampling.rule_of(request.most_drafts),
+            policy=parameters.policy,
+            k=parameters.k,
+            reason=parameters.drafting.drafting_reason or self.drafting.parked_reason,
             depth_reason=depth_reason,
-            resumes=engine_request.attempt - 1,
+            resumes=parameters.attempt - 1,
             parked=bool(self.drafting.parked_reason),
             kernels=self._kernels,
             cached_tokens=request.cached_rows,
             cached_tier=request.cached_tier,
             batching_reason=request.batching_reason,
             loop_reason="" if request.loop_guard is None else request.loop_guard.reason,
-            lookup_reason=self.lookup.reason(
-                engine_request, shared=answer.stats.shares_without_copies
-            ),
+            lookup_reason=self.lookup.reason(parameters, shared=answer.stats.shares_without_copies),
         )
-        if engine_request.adaptive:
+        if parameters.drafting.adaptive_draft:
             measured.profile.save()
-        identity = measured.identity if engine_request.k else "off"
+        identity = measured.identity if parameters.k else "off"
         if identity == "off" and request.drafts.lookup is not None:
             identity = "bitwise"  # else its lengths would not be used
         if isinstance(self._executor, PipelineExecutor):
@@ -352,10 +341,10 @@ class TextEngine:
         self.drafting.depth_reason = self._executor.depth_reason(request)
         return self.drafting.depth_reason
 
-    def _public_fault(self, engine_request: EngineRequest, fault: Exception) -> Exception:
+    def _public_fault(self, parameters: Parameters, fault: Exception) -> Exception:
         return public_fault(
             fault,
-            engine_request.grammar,
+            parameters.grammar,
             self._options.dtype,
             is_whole=self._link is None,
             clear_prefixes=self._prefixes.clear,

@@ -130,8 +130,8 @@ class EmbeddingService(peer_pb2_grpc.GeneratorServicer):
             request.attempt,
             prompts,
             wire.dimensions or size,
-            background=request.background,
-            after_fault=request.alone,
+            background=request.sharing.background,
+            after_fault=request.sharing.alone,
         )
 
     async def _prompt(

@@ -18,10 +18,11 @@ from ...placement.errors import (
 )
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
+from ...proto.fields import changed
 from ..engine.compute import ComputeThread
 from ..engine.events import AnswerEnd, Delta, EngineEvent, RebuiltText
 from ..engine.loop_guard import EARLY, LATE, LoopLimits
-from ..engine.request import EngineRequest
+from ..engine.parameters import Parameters
 from ..engine.text_engine import AnswerHandle, TextEngine
 from ..model.stage_limits import StageLimits
 from ..pipeline.frames import REQUEST_NAME
@@ -74,27 +75,27 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
     ) -> AsyncIterator[pb.GenerateEvent]:
         notes: list[str] = []
         try:
-            engine_request = await self._prepare(request, notes)
+            parameters = await self._prepare(request, notes)
         except ExoNodeError as fault:
             await refuse(context, fault)
-        yield pb.GenerateEvent(started=pb.Started(prompt_ids=engine_request.prompt, notes=notes))
+        yield pb.GenerateEvent(started=pb.Started(prompt_ids=parameters.prompt, notes=notes))
         if request.HasField("prefix_source") and self._fetcher is not None:
             began_at = time.monotonic()
-            received = await self._fetcher.fetch(request.prefix_source, engine_request)
+            received = await self._fetcher.fetch(request.prefix_source, parameters)
             fetch_s = time.monotonic() - began_at
-            engine_request = replace(engine_request, received=received, fetch_s=fetch_s)
+            parameters = replace(parameters, received=received, fetch_s=fetch_s)
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[EngineEvent | BaseException | None] = asyncio.Queue()
 
         def enqueue(item: EngineEvent | BaseException | None) -> None:
             _ = loop.call_soon_threadsafe(events.put_nowait, item)
 
-        pieces = self._pieces(request, engine_request)
-        reasoning_count = ReasoningCount(engine_request.answer_format, engine_request.prompt)
-        for replayed in engine_request.replay:
+        pieces = self._pieces(request, parameters)
+        reasoning_count = ReasoningCount(parameters.answer_format, parameters.prompt)
+        for replayed in parameters.replay:
             reasoning_count.take(replayed.tokens)
         shared = shared_stats(self._expected)
-        handle = self._engine.drive(self._compute, engine_request, enqueue, enqueue)
+        handle = self._engine.drive(self._compute, parameters, enqueue, enqueue)
         try:
             async for event in _drain(events, handle):
                 event_pieces = await _pieces_of(event, pieces)
@@ -110,18 +111,18 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         finally:
             handle.cancel()
 
-    def _pieces(self, request: pb.GenerateRequest, engine_request: EngineRequest) -> AnswerPieces:
+    def _pieces(self, request: pb.GenerateRequest, parameters: Parameters) -> AnswerPieces:
         tools = tools_from_json(request.tools)
 
         async def parse(text: str, *, is_beginning: bool = False) -> Sequence[Call] | None:
             return await self._prompts.calls(text, tools, is_beginning=is_beginning)
 
         return AnswerPieces(
-            engine_request.answer_format,
-            engine_request.prompt,
+            parameters.answer_format,
+            parameters.prompt,
             parse if tools else None,
             tools=tools,
-            in_parts=request.call_parts,
+            in_parts=request.output.call_parts,
         )
 
     def _format(self, request: pb.GenerateRequest, prompt: Sequence[int]) -> AnswerFormat:
@@ -131,10 +132,12 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         form = self._engine.codec.answer_format
         if request.tools:
             form = form.with_tools(tools_from_json(request.tools))
-            must_call = request.HasField("grammar") and request.grammar.kind == "calls"
+            must_call = (
+                request.output.HasField("grammar") and request.output.grammar.kind == "calls"
+            )
             unmarked = must_call and not self._engine.codec.has_call_grammar
             return form.unmarked_call() if unmarked else form
-        if request.HasField("grammar") and form.entry(prompt) is None:
+        if request.output.HasField("grammar") and form.entry(prompt) is None:
             form = form.whole_content()
         return form.without_calls()
 
@@ -162,11 +165,12 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             await refuse(context, fault)
         key = self._sender.key if self._sender is not None else ""
         reply = pb.CachedPrefix(prompt_rows=len(prompt), key=key)
-        if not request.no_cache:
-            drafts = self._engine.drafting.grants(request.num_draft_tokens)
+        sharing = request.sharing
+        if sharing.cache or not sharing.HasField("cache"):
+            drafts = self._engine.drafting.grants(request.drafting.num_draft_tokens)
             lookup = self._engine.prefix_lookup
             reply.rows, reply.tier, reply.bytes = lookup.find(
-                prompt, request.cache_salt, drafts=drafts
+                prompt, sharing.cache_salt, drafts=drafts
             )
         return reply
 
@@ -187,9 +191,9 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             log.warning("a state was not sent: %s", fault)
             await refuse(context, StateLost("the state cannot be read from disk"))
 
-    async def _prepare(self, request: pb.GenerateRequest, notes: list[str]) -> EngineRequest:
+    async def _prepare(self, request: pb.GenerateRequest, notes: list[str]) -> Parameters:
         _check_request(request, self._expected)
-        if request.prompt_logprobs and not self._engine.is_whole:
+        if request.output.prompt_logprobs and not self._engine.is_whole:
             raise UnsupportedParameter(
                 "log-probabilities of a prompt, and the text of one in ids, need the whole model "
                 "on one node; this placement has several stages. Leave 'echo' out",
@@ -198,38 +202,24 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         encoding = await self._encoding(request)
         prompt = encoding.ids.tolist()
         notes += encoding.notes
-        max_tokens = self._engine.limits.budget(len(prompt), request.max_tokens)
-        if max_tokens < request.max_tokens:
+        max_tokens = self._engine.limits.budget(len(prompt), request.limits.max_tokens)
+        if max_tokens < request.limits.max_tokens:
             notes.append("max_tokens beyond the end of the context")
-        has_grammar = request.HasField("grammar")
+        has_grammar = request.output.HasField("grammar")
         grammar = await self._grammar(request, prompt, notes) if has_grammar else None
-        return EngineRequest(
-            request=request.request,
-            attempt=request.attempt,
-            prompt=prompt,
-            sampling=self._engine.limits.checked(sampling_from_wire(request.sampling)),
-            max_tokens=max_tokens,
-            stop=tuple(request.stop),
-            answer_format=self._format(request, prompt),
-            k=request.num_draft_tokens,
-            drafting_reason=request.drafting_reason,
-            initial_k=request.initial_draft_tokens,
-            k_source=request.initial_draft_source,
+        # Copies, since a part of a message keeps all of it in memory: its images, its log.
+        return Parameters(
+            request.request,
+            request.attempt,
+            prompt,
+            self._engine.limits.checked(sampling_from_wire(request.sampling)),
+            limits=changed(request.limits, max_tokens=max_tokens),
+            drafting=changed(request.drafting),
+            output=changed(request.output, grammar=None),
+            sharing=changed(request.sharing),
             replay=tuple(round_from_wire(r) for r in request.replay),
-            after_fault=request.alone,
-            ignore_end=request.ignore_eos,
-            continues=request.continues,
-            background=request.background,
-            cache_salt=request.cache_salt,
-            uses_cache=not request.no_cache,
-            scores_prompt=request.prompt_logprobs,
             fills_gap=request.HasField("suffix"),
-            adaptive=request.adaptive_draft,
-            lookup=request.prompt_lookup,
-            top_logprobs=request.top_logprobs if request.HasField("top_logprobs") else None,
-            async_draft_eval=(
-                request.async_draft_eval if request.HasField("async_draft_eval") else None
-            ),
+            answer_format=self._format(request, prompt),
             grammar=grammar,
             loop_limits=_loop_limits(request, self._engine.codec.answer_format),
             images=encoding.images,
@@ -273,7 +263,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
 
     async def _encode(self, request: pb.GenerateRequest) -> Encoding:
         notes = list[str]()
-        images = await self._images(request.images, request.cache_salt)
+        images = await self._images(request.images, request.sharing.cache_salt)
         match request.WhichOneof("prompt"):
             case "messages":
                 prompt = await self._prompts.encode(
@@ -310,7 +300,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
 
         Raises InvalidRequest naming the field.
         """
-        wire, tools = request.grammar, tools_from_json(request.tools)
+        wire, tools = request.output.grammar, tools_from_json(request.tools)
         must_call = wire.kind == "calls"
         if must_call:
             # Schemas may be large: the event loop must not block.
@@ -332,7 +322,9 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
 
 def _loop_limits(request: pb.GenerateRequest, form: AnswerFormat) -> LoopLimits | None:
     """Those of an answer with tools or without a bound; headers do not show where a call begins."""
-    if not request.loop_guard or not (request.tools or request.max_tokens == 0):
+    limits = request.limits
+    is_off = limits.HasField("loop_guard") and not limits.loop_guard
+    if is_off or not (request.tools or limits.max_tokens == 0):
         return None
     return EARLY if request.tools and form.route is None else LATE
 
@@ -361,13 +353,22 @@ def _check_request(request: pb.GenerateRequest, expected: StageLimits) -> None:
         and all(token < expected.vocabulary for token in r.tokens)
         for r in request.replay
     )
+    output = request.output
     checks = (
         ("placement", request.placement == expected.placement, "this runner's"),
         ("request", REQUEST_NAME.fullmatch(request.request), "1 to 64 letters, digits, - or _"),
         ("attempt", request.attempt >= 1, "at least 1"),
-        ("top_logprobs", request.top_logprobs <= MAX_TOP_LOGPROBS, f"0 to {MAX_TOP_LOGPROBS}"),
-        ("prompt_logprobs", request.HasField("top_logprobs") or not request.prompt_logprobs, "off"),
-        ("stop", all(request.stop), "of strings that are not empty"),
+        (
+            "top_logprobs",
+            output.top_logprobs <= MAX_TOP_LOGPROBS,
+            f"0 to {MAX_TOP_LOGPROBS}",
+        ),
+        (
+            "prompt_logprobs",
+            output.HasField("top_logprobs") or not output.prompt_logprobs,
+            "off",
+        ),
+        ("stop", all(request.limits.stop), "of strings that are not empty"),
         ("replay", rounds_fit, "of rounds whose ids are in the vocabulary and fit their rows"),
     )
     for field, is_valid, expectation in checks:

@@ -17,9 +17,9 @@ from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ...proto.grpc_options import CHANNEL_OPTIONS
 from ..checkpoint.prefix_stream import PrefixReceiver, ReceivedPrefix
+from ..engine.parameters import Parameters
 from ..engine.prefixes.expected import ExpectedPrefix
 from ..engine.prefixes.lookup import PrefixLookup
-from ..engine.request import EngineRequest
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class PrefixFetcher:
         self._waiting = weakref.WeakSet[ReceivedPrefix]()
         """States whose requests may not have begun yet."""
 
-    async def fetch(self, source: pb.PrefixSource, request: EngineRequest) -> ReceivedPrefix | None:
+    async def fetch(self, source: pb.PrefixSource, request: Parameters) -> ReceivedPrefix | None:
         """A state that has more of the prompt's rows than are cached here. None, with the reason in
         the log, if there is none or anything fails: the prompt is then computed."""
         if not request.uses_cache:
@@ -71,14 +71,14 @@ class PrefixFetcher:
         log.info(text, received.rows, source.node, received.size, seconds)
         return received
 
-    async def _receive(self, source: pb.PrefixSource, request: EngineRequest) -> ReceivedPrefix:
+    async def _receive(self, source: pb.PrefixSource, request: Parameters) -> ReceivedPrefix:
         expected = await asyncio.to_thread(self._expected, request)
         in_memory = sum(each.held_bytes for each in self._waiting)
         receiver = PrefixReceiver(self._limit - in_memory, expected.check)
         wire = pb.PrefixRequest(
             placement=source.placement,
             tokens=request.prompt,
-            cache_salt=request.cache_salt,
+            cache_salt=request.sharing.cache_salt,
             drafts=request.k > 0,
             key=self._key,
         )
@@ -96,11 +96,11 @@ class PrefixFetcher:
             finally:
                 _ = call.cancel()
 
-    def _expected(self, request: EngineRequest) -> ExpectedPrefix:
+    def _expected(self, request: Parameters) -> ExpectedPrefix:
         return self._lookup.expected(
             self._key,
             request.prompt,
-            request.cache_salt,
+            request.sharing.cache_salt,
             drafts=request.k > 0,
             context_length=self._context_length,
         )

@@ -11,9 +11,11 @@ from ...mtp.seams import StopCondition
 from ...mtp.steps import Step
 from ...mtp.targets import Target
 from ...mtp.types import FinishReason, Round, Sampling
+from ...proto import peer_pb2 as pb
 from ..engine.drafter import DraftModel
 from ..engine.engine import Engine
 from ..engine.executor import LocalExecutor
+from ..engine.parameters import Parameters
 from ..engine.request import DraftProgress, Request
 from ..engine.round_forms import RoundForms
 from ..engine.scheduler import Scheduler
@@ -70,13 +72,24 @@ def bare_request(
     sampler: Sampler | None = None,
     stop_condition: StopCondition | None = None,
     lookup: PromptLookup | None = None,
+    top_logprobs: int | None = None,
+    name: str = "",
     **fields: Any,
 ) -> Request:
     """A request that drafts `k` tokens each round; `sampler` None: greedily."""
     ends = prefill_ends(prompt, chunk)
     chooser = sampler or Sampler(Sampling(), 0, (), prompt)
-    arguments = prompt, ends, max_tokens, chooser, stop_condition or NoStopCondition()
-    return Request(*arguments, k=k, drafts=DraftProgress(FixedDepth(k), lookup), **fields)
+    parameters = Parameters(
+        name,
+        1,
+        prompt,
+        Sampling(),
+        pb.Limits(max_tokens=max_tokens),
+        pb.Drafting(num_draft_tokens=k),
+        pb.Output(top_logprobs=top_logprobs),
+    )
+    drafts = DraftProgress(FixedDepth(k), lookup)
+    return Request(parameters, ends, chooser, stop_condition or NoStopCondition(), drafts, **fields)
 
 
 def steps_of(engine: Engine, requests: Sequence[Request]) -> list[list[Step]]:

@@ -1,7 +1,7 @@
 """Ways to have questions answered: all that the corpus uses of the product.
 
 A change of the engine's entry points changes this module and `subjects.py` alone. All here goes
-through `TextEngine`, `EngineRequest` and the events; over stages, through `pipelines.Pipeline`.
+through `TextEngine`, `Parameters` and the events; over stages, through `pipelines.Pipeline`.
 Rounds that overlap are a choice of the engine on CUDA; `runs_ahead` makes the same choice on a CPU.
 """
 
@@ -28,7 +28,7 @@ from subjects import loaded, room_of, spec_of
 from exo_node.mtp.types import Penalties, Round, Sampling
 from exo_node.shard.engine.events import AnswerEnd, Delta
 from exo_node.shard.engine.options import EngineOptions
-from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.parameters import Parameters
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.text.grammars.grammar import Gate
 from exo_node.shard.text.grammars.grammars import GrammarSpec
@@ -75,7 +75,7 @@ class Driver:
         if case.way == "prefix":
             question, _ = case.questions[0]
             first = self._prompt(question)[:FIRST_TURN]
-            _ = answer(served, request(first, case.k, 6, ignore_end=True))
+            _ = answer(served, request(first, case.k, 6, ignore_eos=True))
         engine_requests = [self._of_case(served, case, *each) for each in case.questions]
         if case.together:
             return self._together(served, case, engine_requests)
@@ -94,16 +94,14 @@ class Driver:
             self._plain[key] = answer(served, engine_request)
         return self._plain[key]
 
-    def request(
-        self, served: TextEngine, question: Question, k: int, **fields: Any
-    ) -> EngineRequest:
+    def request(self, served: TextEngine, question: Question, k: int, **fields: Any) -> Parameters:
         """The question as a request to this engine. `fields`: other fields of the request."""
         return self._engine_request(question, k, **_fields(question.option, served), **fields)
 
     def _engine(self, case: Case) -> TextEngine:
         return whole_engine(case) if case.stages == 1 else staged_engine(case)
 
-    def _of_case(self, served: TextEngine, case: Case, question: Question, k: int) -> EngineRequest:
+    def _of_case(self, served: TextEngine, case: Case, question: Question, k: int) -> Parameters:
         fields = dict[str, Any]()
         if case.option == "logprobs":
             fields["top_logprobs"] = TOP
@@ -115,9 +113,9 @@ class Driver:
             fields |= {"attempt": 2, "replay": self._log(question, k, case.cut)}
         return self.request(served, question, k, **fields)
 
-    def _engine_request(self, question: Question, k: int, **fields: Any) -> EngineRequest:
+    def _engine_request(self, question: Question, k: int, **fields: Any) -> Parameters:
         ends = question.model == "demo" or question.option in ("grammar", "barred")
-        fields = {"drafting_reason": "" if k else "a test", "ignore_end": not ends} | fields
+        fields = {"drafting_reason": "" if k else "a test", "ignore_eos": not ends} | fields
         return request(self._prompt(question), k, question.tokens, **fields)
 
     def _prompt(self, question: Question) -> list[int]:
@@ -129,7 +127,7 @@ class Driver:
         return rounds[: {"first": 1, "middle": len(rounds) // 2, "last": len(rounds) - 1}[cut]]
 
     def _together(
-        self, served: TextEngine, case: Case, engine_requests: Sequence[EngineRequest]
+        self, served: TextEngine, case: Case, engine_requests: Sequence[Parameters]
     ) -> list[Answer]:
         readers = [_Listener(each, begins=STEPS[i]) for i, each in enumerate(engine_requests)]
         cancelled = self._cancelled(case)

@@ -1,17 +1,17 @@
 """Conversations that are answered together from one prefix cache, against engines that are new."""
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from unittest import mock
 
 from driven import driven
-from engines import request
+from engines import changed, request
 from held_prefixes import held_bytes
 from readers import Reader, alone, engine
 
 from exo_node.mtp.types import Sampling
 from exo_node.shard.engine import prefill_forward
-from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.parameters import Parameters
 from exo_node.shard.engine.text_engine import TextEngine
 
 END = 4095
@@ -88,18 +88,21 @@ def _compared(reader: Reader) -> Totals:
     return Totals(1, 0, len(reader.ids), stats.cached_tokens, stats.batched_tokens)
 
 
-def _cold(request_of_trace: EngineRequest) -> tuple[int, ...]:
+def _cold(request_of_trace: Parameters) -> tuple[int, ...]:
     """The ids of a new engine without drafts.
 
     Answers to this prompt with these draws are its beginnings for every K: one is cached for all.
     """
-    key = (tuple(request_of_trace.prompt), request_of_trace.sampling, request_of_trace.ignore_end)
+    key = (
+        tuple(request_of_trace.prompt),
+        request_of_trace.sampling,
+        request_of_trace.limits.ignore_eos,
+    )
     if key not in _ANSWERS:
-        whole = replace(
-            request_of_trace, k=0, drafting_reason="of a cold engine", max_tokens=MOST_TOKENS
-        )
+        drafting = {"num_draft_tokens": 0, "drafting_reason": "of a cold engine"}
+        whole = changed(request_of_trace, **drafting, max_tokens=MOST_TOKENS)
         _ANSWERS[key] = tuple(alone(whole).ids)
-    return _ANSWERS[key][: request_of_trace.max_tokens]
+    return _ANSWERS[key][: request_of_trace.limits.max_tokens]
 
 
 _ANSWERS: dict[tuple[object, ...], tuple[int, ...]] = {}
@@ -114,7 +117,7 @@ def _reader(draw: random.Random) -> Reader:
         draw.randrange(4),
         draw.randrange(1, MOST_TOKENS + 1),
         sampling=sampling,
-        ignore_end=draw.random() < 0.5,
+        ignore_eos=draw.random() < 0.5,
     )
     begins = draw.choice([0, 0, 0, draw.randrange(1, 12)])
     ends = begins + draw.randrange(1, 20) if draw.random() < 0.2 else None

@@ -96,7 +96,7 @@ def memory_over(
     """Samples memory every `every` tokens of one answer whose end token is ignored."""
     samples: list[Memory] = []
     emitted = rounds = 0
-    for event in engine.generate(request(prompt, k, tokens, ignore_end=True)):
+    for event in engine.generate(request(prompt, k, tokens, ignore_eos=True)):
         if not isinstance(event, Delta):
             continue
         rounds, emitted = rounds + 1, emitted + len(event.round.tokens)

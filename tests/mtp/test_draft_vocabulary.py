@@ -69,10 +69,10 @@ def test_the_rows_take_no_memory_of_their_own() -> None:
 )
 def test_answers_do_not_change_and_ids_beyond_are_never_drafted(sampling: Sampling) -> None:
     engine = small_engine(draft_vocabulary=3000)
-    expected = request(PROMPT, 2, 40, sampling=sampling, ignore_end=True)
+    expected = request(PROMPT, 2, 40, sampling=sampling, ignore_eos=True)
     got, plain = (
         answer(engine, expected),
-        answer(engine, request(PROMPT, 0, 40, sampling=sampling, ignore_end=True)),
+        answer(engine, request(PROMPT, 0, 40, sampling=sampling, ignore_eos=True)),
     )
     assert got.ids == plain.ids
     assert any(token >= 3000 for token in got.ids)

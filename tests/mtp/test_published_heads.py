@@ -488,8 +488,8 @@ def engine(name: Name) -> TextEngine:
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_answers_are_those_without_drafts(name: Name, k: int) -> None:
-    plain = answer(engine(name), request(PROMPT, 0, 48, ignore_end=True))
-    drafted = answer(engine(name), request(PROMPT, k, 48, ignore_end=True))
+    plain = answer(engine(name), request(PROMPT, 0, 48, ignore_eos=True))
+    drafted = answer(engine(name), request(PROMPT, k, 48, ignore_eos=True))
     assert drafted.ids == plain.ids
     assert 0 < drafted.stats.accepted_draft_tokens < drafted.stats.proposed_draft_tokens
 
@@ -497,9 +497,9 @@ def test_greedy_answers_are_those_without_drafts(name: Name, k: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_answers_in_a_batch_are_those_without_drafts(name: Name) -> None:
     prompts = [[*PROMPT, *range(7, 7 + 5 * i)] for i in range(3)]
-    plain = [answer(engine(name), request(each, 0, 40, ignore_end=True)).ids for each in prompts]
+    plain = [answer(engine(name), request(each, 0, 40, ignore_eos=True)).ids for each in prompts]
     readers = [
-        Reader(request(each, i + 1, 40, ignore_end=True), begins=4 * i)
+        Reader(request(each, i + 1, 40, ignore_eos=True), begins=4 * i)
         for i, each in enumerate(prompts)
     ]
     served = engine(name)

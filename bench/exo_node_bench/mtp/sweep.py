@@ -16,7 +16,7 @@ from exo_node.placement.errors import LoadFailed
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.events import AnswerEnd, Delta
 from exo_node.shard.engine.options import EngineOptions
-from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.parameters import Parameters
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded, load
 from exo_node.shard.model.tensors import DTYPES
@@ -165,18 +165,19 @@ def _run(
 
 def _ours(engine: TextEngine, arm: Arm, request: BenchRequest) -> Answer:
     def answer(prompt: Sequence[int], max_tokens: int) -> TimedAnswer:
-        engine_request = EngineRequest(
-            request="bench",
+        engine_request = Parameters(
+            name="bench",
             attempt=1,
             prompt=prompt,
             sampling=Sampling(temperature=request.temperature),
-            max_tokens=max_tokens,
-            stop=(),
-            k=arm.k,
-            drafting_reason="" if arm.k else "the benchmark's arm without drafts",
-            adaptive=arm.kind in ("adaptive", "both"),
-            initial_k=request.initial_k,
-            lookup=arm.kind in ("lookup", "both"),
+            limits=pb.Limits(max_tokens=max_tokens),
+            drafting=pb.Drafting(
+                num_draft_tokens=arm.k,
+                drafting_reason="" if arm.k else "the benchmark's arm without drafts",
+                adaptive_draft=arm.kind in ("adaptive", "both"),
+                initial_draft_tokens=request.initial_k,
+                prompt_lookup=arm.kind in ("lookup", "both"),
+            ),
         )
         watch, ids = _Stopwatch(), list[int]()
         for event in engine.generate(engine_request):

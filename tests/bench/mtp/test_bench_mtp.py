@@ -17,7 +17,7 @@ from exo_node.node.store.library import DEFAULT_HEAD
 from exo_node.placement.errors import InvalidSettings, LoadFailed
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.events import AnswerEnd
-from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.parameters import Parameters
 from exo_node.shard.tools.child import parse_request
 from exo_node_bench.mtp import command
 from exo_node_bench.mtp import main as bench_mtp
@@ -184,9 +184,9 @@ class FirstRound:
     """An engine that records the requests of a sweep, and begins no answer."""
 
     def __init__(self) -> None:
-        self.requests: list[EngineRequest] = []
+        self.requests: list[Parameters] = []
 
-    def generate(self, request: EngineRequest) -> Iterator[AnswerEnd]:
+    def generate(self, request: Parameters) -> Iterator[AnswerEnd]:
         self.requests.append(request)
         return iter(())
 
@@ -198,7 +198,9 @@ def test_adaptive_arms_begin_where_requests_of_a_node_begin(tmp_path: Path) -> N
     for name in ("adaptive", "both"):
         with pytest.raises(LoadFailed):
             _ = answers[name]([1, 2, 3], 4)
-    assert [(r.k, r.initial_k, r.adaptive) for r in engine.requests] == [(3, 1, True)] * 2
+    groups = [r.drafting for r in engine.requests]
+    assert [(d.num_draft_tokens, d.initial_draft_tokens) for d in groups] == [(3, 1)] * 2
+    assert all(d.adaptive_draft for d in groups)
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ class _Script(_SERVICER):
             delta = pb.Delta(text="a", round=pb.Round(tokens=[token]))
             delta.pieces.add(text="a")
             yield pb.GenerateEvent(delta=delta)
-        if request.max_tokens == ENDLESS:
+        if request.limits.max_tokens == ENDLESS:
             _ = await asyncio.Event().wait()
         yield pb.GenerateEvent(finished=pb.Finished(reason="stop", stats=_STATS))
 

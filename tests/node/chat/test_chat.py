@@ -70,7 +70,7 @@ def test_logprobs_of_the_wire_reach_the_delta_that_has_their_ids() -> None:
     events, wire = answered(
         replace(REQUEST, top_logprobs=2), STARTED, spoken("", 6, logprobs=[entry]), ENDED
     )
-    assert wire.HasField("top_logprobs") and wire.top_logprobs == 2
+    assert wire.output.HasField("top_logprobs") and wire.output.top_logprobs == 2
     top = (TokenLogprob(5, b"a", -0.5), TokenLogprob(6, b"", -2))
     assert TextDelta("", (6,), (TokenLogprob(6, b"\xc3", -2, top),)) in events
 
@@ -87,7 +87,9 @@ def test_no_logprobs_are_asked_of_the_runner_unless_the_request_asks(
     top_logprobs: int | None,
 ) -> None:
     _, wire = answered(replace(REQUEST, top_logprobs=top_logprobs), STARTED, ENDED)
-    assert (wire.top_logprobs if wire.HasField("top_logprobs") else None) == top_logprobs
+    assert (
+        wire.output.top_logprobs if wire.output.HasField("top_logprobs") else None
+    ) == top_logprobs
 
 
 POLICIES: list[tuple[int | None, DraftPolicy | None, bool, tuple[int, bool]]] = [
@@ -109,8 +111,8 @@ def test_request_and_setting_decide_k_and_whether_it_adapts(
 ) -> None:
     request = replace(REQUEST, num_draft_tokens=k, draft_policy=policy)
     _, wire = answered(request, STARTED, ENDED, adaptive=setting)
-    assert (wire.num_draft_tokens, wire.adaptive_draft) == expected
-    assert wire.prompt_lookup == (k is None), "who names a K gets just the head's drafts"
+    assert (wire.drafting.num_draft_tokens, wire.drafting.adaptive_draft) == expected
+    assert wire.drafting.prompt_lookup == (k is None), "who names a K gets just the head's drafts"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +129,8 @@ def test_the_runner_learns_where_depth_begins_and_who_said_so(
 ) -> None:
     request = replace(REQUEST, num_draft_tokens=k)
     _, wire = answered(request, STARTED, ENDED, default_k=default_k)
-    assert (wire.initial_draft_tokens, wire.initial_draft_source) == initial
+    drafting = wire.drafting
+    assert (drafting.initial_draft_tokens, drafting.initial_draft_source) == initial
 
 
 def test_what_was_held_back_comes_without_ids_before_the_end() -> None:
@@ -212,7 +215,9 @@ def test_a_lost_attempt_is_followed_by_one_that_begins_behind_what_was_handed_ou
     assert (first.attempt, second.attempt) == (1, 2)
     assert [list(r.tokens) for r in second.replay] == [[1], [2, 3]]
     assert list(second.token_ids.ids) == [7, 8, 9], "the prompt is not rendered again"
-    assert (second.num_draft_tokens, second.adaptive_draft) == (3, True), "as the first attempt"
+    assert (second.drafting.num_draft_tokens, second.drafting.adaptive_draft) == (3, True), (
+        "as the first attempt"
+    )
     text = [event.text for event in events if isinstance(event, TextDelta)]
     assert text == ["a", "b", "c"]
     assert sum(isinstance(event, Started) for event in events) == 1
@@ -261,7 +266,7 @@ def test_an_attempt_that_brought_nothing_is_followed_by_one_that_rebuilds_everyt
         ([], LOST),
         ([spoken("b", 2), ENDED], None),
     )
-    assert [request.alone for request in requests] == [False, False, True]
+    assert [request.sharing.alone for request in requests] == [False, False, True]
 
 
 def test_where_what_rebuilds_a_stage_is_gone_every_stage_is_rebuilt_at_once() -> None:
@@ -273,7 +278,7 @@ def test_where_what_rebuilds_a_stage_is_gone_every_stage_is_rebuilt_at_once() ->
         ([STARTED, spoken("b", 2)], LOST),
         ([ENDED], None),
     )
-    assert [request.alone for request in requests] == [False, False, True, False]
+    assert [request.sharing.alone for request in requests] == [False, False, True, False]
     assert AnswerProgress(f"resuming: {state_lost.message}") in events
 
 

@@ -64,7 +64,9 @@ def test_one_that_rested_is_asked_for_a_token_and_then_has_worked() -> None:
         await loaded(setup)
         for _ in range(2):
             assert await setup.readiness.fault() == ""
-        assert [(r.max_tokens, r.num_draft_tokens) for r in setup.generators.requests] == [(1, 0)]
+        assert [
+            (r.limits.max_tokens, r.drafting.num_draft_tokens) for r in setup.generators.requests
+        ] == [(1, 0)]
         used_at = setup.placements.desired.models[ModelId("demo")].used_at
         setup.now += LOCAL.silence_s
         assert await setup.readiness.fault() == ""

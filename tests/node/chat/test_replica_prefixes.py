@@ -81,7 +81,7 @@ async def test_the_claim_has_the_prefixes_of_the_replicas_that_say_so() -> None:
     _ = await answered(REQUEST, head, runners)
     [claim] = head.requests
     assert list(claim.prefixes) == [pb.ReplicaPrefix(placement=P, prefix=CACHED)]
-    drafts = {asked.placement: asked.num_draft_tokens for asked in runners.asked}
+    drafts = {asked.placement: asked.drafting.num_draft_tokens for asked in runners.asked}
     assert drafts == {P: 1, Q: 0}, "a prefix that a draft head cannot go on from does not count"
     assert all(asked.messages.json == '[{"role": "user"}]' for asked in runners.asked)
 

@@ -193,6 +193,6 @@ def test_only_runners_that_failed_twice_without_a_loss_are_rebuilt_wholly() -> N
     for node in (B, C, C):
         move(placed, 1, node)
         answer.runs_on(placed_of(placed))
-        whole.append(answer.continues(pb.GenerateRequest()).alone)
+        whole.append(answer.continues(pb.GenerateRequest()).sharing.alone)
         assert answer.lost()
     assert whole == [False, False, True], "what the first loss left is kept in the second"

@@ -30,7 +30,7 @@ def test_a_choice_without_a_seed_has_none() -> None:
 
 def test_what_only_completions_ask_for_is_absent_elsewhere() -> None:
     request = wire()
-    assert not (request.HasField("suffix") or request.prompt_logprobs)
+    assert not (request.HasField("suffix") or request.output.prompt_logprobs)
 
 
 # ------------------------------------------- the model's sampling, and where each value comes from

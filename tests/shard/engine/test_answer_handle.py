@@ -12,7 +12,8 @@ from small import PROMPT, small_engine
 from exo_node.mtp.steps import Prefilled
 from exo_node.shard.engine.compute import ComputeThread
 from exo_node.shard.engine.events import AnswerEnd
-from exo_node.shard.engine.request import MAX_UNREAD_EVENTS, EngineRequest
+from exo_node.shard.engine.parameters import Parameters
+from exo_node.shard.engine.request import MAX_UNREAD_EVENTS
 from exo_node.shard.engine.scheduler import ALONE_DEPTH
 from exo_node.shard.engine.text_engine import AnswerHandle, TextEngine
 
@@ -38,7 +39,7 @@ class Served:
     engine: TextEngine
 
     def drive(
-        self, engine_request: EngineRequest, take: Callable[[Any], None] = lambda _: None
+        self, engine_request: Parameters, take: Callable[[Any], None] = lambda _: None
     ) -> Reader:
         reader = Reader()
 
@@ -88,8 +89,8 @@ def test_a_cancelled_prompt_computes_no_more_than_the_chunk_under_way(served: Se
 
 def test_an_answer_pauses_for_a_slow_reader_alone(served: Served) -> None:
     tokens = MAX_UNREAD_EVENTS + 100
-    slow = served.drive(request(PROMPT, 0, tokens, ignore_end=True))
-    other = served.drive(request(PROMPT[:-1], 0, 40, ignore_end=True))
+    slow = served.drive(request(PROMPT, 0, tokens, ignore_eos=True))
+    other = served.drive(request(PROMPT[:-1], 0, 40, ignore_eos=True))
     assert other.ended.result(SOON_S) is None
     events_before = served.settled(lambda: len(slow.events))
     assert (

@@ -110,7 +110,7 @@ def test_a_request_that_comes_meanwhile_waits_for_no_more_than_the_step_in_progr
     engine_request = request(following, 3, 6)
     steps = warm.generate(engine_request)
     _ = next(steps)
-    assert loop._engine.keys == {(engine_request.request, 1)}
+    assert loop._engine.keys == {(engine_request.name, 1)}
     steps.close()
     assert comparable(answer(warm, request(following, 3, 6))) == cold(following, 3)
     assert not loop._engine.keys and warm.cache_bytes() == 0
@@ -142,7 +142,7 @@ def test_other_clients_do_not_meet_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"uses_cache": False}, {"scores_prompt": True, "top_logprobs": 0}]
+    "changes", [{"cache": False}, {"prompt_logprobs": True, "top_logprobs": 0}]
 )
 def test_an_answer_that_leaves_nothing_in_the_cache_is_not_read(changes: dict[str, Any]) -> None:
     warm = engine()

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 from budget import seeds
+from engines import changed
 from pipelines import THREE, TWO, Message
 from readers import Reader, prompt
 from staged_readers import CHUNK, alone, asks, staged, tokens_of
 
 from exo_node.mtp.types import Round, Sampling
 from exo_node.placement.errors import ExoNodeError, PeerLost, StateLost
-from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.parameters import Parameters
 
 ROOM = 64 << 20
 SHORT = prompt(0)
@@ -39,7 +40,7 @@ class Scene:
         """Readers whose answers have not ended."""
         return [reader for reader, _ in self._running.values()]
 
-    def ask(self, engine_request: EngineRequest) -> Reader:
+    def ask(self, engine_request: Parameters) -> Reader:
         reader = Reader(engine_request)
         self._running[id(reader)] = reader, self.pipeline.engine.generate(engine_request)
         return reader
@@ -86,7 +87,7 @@ class Scene:
             self.bring(self.link.able()[0])
         raise AssertionError("they do not end")
 
-    def answered(self, engine_request: EngineRequest) -> Reader:
+    def answered(self, engine_request: Parameters) -> Reader:
         """One that ended, and was told what it is told alone."""
         reader = self.ask(engine_request)
         self.finish()
@@ -136,7 +137,7 @@ def test_of_those_that_are_cancelled_while_their_round_is_in_flight_nothing_stay
     scene = Scene(TWO)
     readers = [scene.ask(asks(prompt(i), 12)) for i in range(5)]
     message = scene.until(lambda message: len(message.keys) == 3)
-    lost_readers = [reader for reader in readers if (reader.request.request, 1) in message.keys][
+    lost_readers = [reader for reader in readers if (reader.request.name, 1) in message.keys][
         :count
     ]
     if is_computed:
@@ -289,7 +290,7 @@ class Trace:
             self._follow(readers)
         assert not scene.pipeline.leftovers
         for reader in readers:
-            before = self._told.get(reader.request.request, [])
+            before = self._told.get(reader.request.name, [])
             got = [(r.tokens, r.logprobs) for r in (*before, *reader.rounds)]
             expected = alone(reader.request)
             assert got == expected[: len(got)] and (reader.end is None or got == expected)
@@ -297,7 +298,7 @@ class Trace:
             self.shared += max(batches, default=1) > 1
             self.cached += reader.end is not None and reader.end.stats.cached_tokens > 0
 
-    def _fresh(self) -> EngineRequest:
+    def _fresh(self) -> Parameters:
         sampling = self._draw.choice((Sampling(), Sampling(), SEEDED))
         return asks(self._draw.choice(self.PROMPTS), self.TOKENS, sampling=sampling)
 
@@ -320,14 +321,12 @@ class Trace:
                 continue
             assert isinstance(reader.fault, PeerLost)
             self.lost += 1
-            name = reader.request.request
+            name = reader.request.name
             log = self._told.setdefault(name, [])
             log += reader.rounds
             attempt = reader.request.attempt + 1
-            anew = reader.request.after_fault or isinstance(reader.fault, StateLost)
-            engine_request = replace(
-                reader.request, attempt=attempt, replay=tuple(log), after_fault=anew
-            )
+            anew = reader.request.sharing.alone or isinstance(reader.fault, StateLost)
+            engine_request = changed(reader.request, attempt=attempt, replay=tuple(log), alone=anew)
             readers[index] = self.scene.ask(engine_request)
 
 

@@ -57,7 +57,7 @@ def test_random_joins_cancels_and_stalls_leave_every_answer_its_own(
             draw.randrange(4),
             draw.randrange(1, 40),
             sampling=draw.choice([GREEDY, GREEDY, SEEDED]),
-            adaptive=draw.random() < 0.5,
+            adaptive_draft=draw.random() < 0.5,
         )
         ends = draw.choice([None, None, begins + draw.randrange(40)])
         stalls = draw.choice([range(0), range(stall, stall + draw.randrange(60))])
@@ -110,7 +110,7 @@ def test_whoever_has_its_first_token_shares_the_next_forward(
     monkeypatch.setattr(LocalExecutor, "issue", issued)
     monkeypatch.setattr(cache_set, "left_aligned", counted)
     readers = [
-        Reader(request(prompt(i, 25), 2, 24, ignore_end=True), begins=(0, 6, 12)[i // 3])
+        Reader(request(prompt(i, 25), 2, 24, ignore_eos=True), begins=(0, 6, 12)[i // 3])
         for i in range(9)
     ]
     driven(served, readers)
@@ -194,7 +194,7 @@ def test_windows_turn_in_a_batch_as_they_do_alone(family: str) -> None:
     model = small(config)
     sizes = [(3, 30), (8, 44), (21, 17), (37, 25)]
     engine_request = [
-        request([(7 * i + j) % VOCABULARY for j in range(rows)], 0, tokens, ignore_end=True)
+        request([(7 * i + j) % VOCABULARY for j in range(rows)], 0, tokens, ignore_eos=True)
         for i, (rows, tokens) in enumerate(sizes)
     ]
     served, solo = (zoo_engine(model, config, batching=on) for on in (True, False))

@@ -27,8 +27,8 @@ from prefixes import engine as perturbed_engine
 from readers import GREEDY, SEEDED, Reader, alone, assert_as_alone, both_ways, engine, prompt
 
 from exo_node.mtp.types import Sampling
+from exo_node.shard.engine.parameters import Parameters
 from exo_node.shard.engine.prefill_forward import PrefillForward
-from exo_node.shard.engine.request import EngineRequest
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def read_once(count: int) -> int:
 
 def choices(
     ids: Sequence[int], k: int, count: int = 5, tokens: int = 12, **changes: Any
-) -> list[EngineRequest]:
+) -> list[Parameters]:
     """Choices that differ in their seeds."""
     return [
         request(
@@ -94,7 +94,7 @@ def test_choices_read_the_prompt_once_whenever_they_come(
 def test_choices_of_every_kind_of_cache_are_those_that_they_are_alone(kind: str) -> None:
     """With log-probabilities, which show states that differ."""
     served, ids = of_class(kind, ROOM), IDS[0]
-    expected = answer(served, plain(ids, uses_cache=False))
+    expected = answer(served, plain(ids, cache=False))
     got = [answer(served, plain(ids)) for _ in range(3)]
     assert [probabilities(each) for each in got] == 3 * [probabilities(expected)]
     first, second, third = [each.stats.cached_tokens for each in got]
@@ -133,7 +133,7 @@ def test_a_choice_that_is_cancelled_within_the_prompt_leaves_it_to_the_next(
 
 @pytest.mark.parametrize(
     ("room", "k", "changes"),
-    [(ROOM, 0, {"uses_cache": False}), (0, 0, {}), (1000, 1, {})],
+    [(ROOM, 0, {"cache": False}), (0, 0, {}), (1000, 1, {})],
     ids=["asked not to", "no cache", "a cache without room for the prompt"],
 )
 def test_choices_that_cache_nothing_read_beside_each_other(
@@ -180,7 +180,7 @@ def test_requests_of_another_salt_do_not_begin_behind_a_choice(rows: list[int]) 
     assert sum(rows) == 2 * read_once(2)
 
 
-def _all_of(served: Any, engine_requests: Sequence[EngineRequest]) -> list[Reader]:
+def _all_of(served: Any, engine_requests: Sequence[Parameters]) -> list[Reader]:
     """Their answers, beside each other; futures of a loopback are done already."""
     readers = [Reader(each) for each in engine_requests]
     driven(served, readers)

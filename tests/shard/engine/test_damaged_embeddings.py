@@ -5,12 +5,11 @@
 # pyright: reportUnknownArgumentType=false
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from engines import answer, engine_of, load_quietly, request
+from engines import answer, changed, engine_of, load_quietly, request
 from plain_gated_delta import give_kernels
 from readers import Reader, together
 from small import PROMPT, small_spec
@@ -58,7 +57,7 @@ def refused_draft(monkeypatch: pytest.MonkeyPatch, sampling: Sampling, k: int) -
 
     with monkeypatch.context() as patched:
         patched.setattr(Drafter, "draft", noted)
-        got = answer(engine(), request(PROMPT, k, TOKENS, sampling=sampling, ignore_end=True))
+        got = answer(engine(), request(PROMPT, k, TOKENS, sampling=sampling, ignore_eos=True))
     refused = [each for each in dict.fromkeys(drafted) if each not in {*got.ids, *PROMPT}]
     return refused[len(refused) // 2]
 
@@ -78,7 +77,7 @@ def test_a_refused_draft_without_numbers_ends_no_answer(
     """Masked attention multiplies the draft's row by 0, which is NaN in every row before it."""
     damage(monkeypatch, refused_draft(monkeypatch, SAMPLINGS[name], k))
     plain, drafted = (
-        answer(engine(), request(PROMPT, n, TOKENS, sampling=SAMPLINGS[name], ignore_end=True))
+        answer(engine(), request(PROMPT, n, TOKENS, sampling=SAMPLINGS[name], ignore_eos=True))
         for n in (0, k)
     )
     assert drafted.ids == plain.ids and len(plain.ids) == TOKENS
@@ -89,10 +88,10 @@ def test_a_refused_draft_without_numbers_ends_no_answer(
 def test_a_chosen_token_without_numbers_ends_the_answer_where_plain_decoding_ends(
     monkeypatch: pytest.MonkeyPatch, k: int, fixed_rows: int
 ) -> None:
-    ids = answer(engine(), request(PROMPT, 0, TOKENS, ignore_end=True)).ids
+    ids = answer(engine(), request(PROMPT, 0, TOKENS, ignore_eos=True)).ids
     token = next(t for t in ids[8:] if t not in PROMPT)
     damage(monkeypatch, token)
-    readers = [Reader(request(PROMPT, n, TOKENS, ignore_end=True)) for n in (0, k)]
+    readers = [Reader(request(PROMPT, n, TOKENS, ignore_eos=True)) for n in (0, k)]
     for reader in readers:
         together(engine(fixed_rows=fixed_rows), [reader])
         assert isinstance(reader.fault, NumericError)
@@ -109,18 +108,16 @@ def test_an_answer_of_a_batch_or_of_rounds_ahead_resumes_alone_and_ends(
     damage(monkeypatch, token, kernels=ahead)
     served = engine(ahead=ahead)
     others = [1 + t % 4000 for t in PROMPT]
-    readers = [Reader(request(ids, 2, TOKENS, ignore_end=True)) for ids in (PROMPT, others)]
+    readers = [Reader(request(ids, 2, TOKENS, ignore_eos=True)) for ids in (PROMPT, others)]
     together(served, readers[:1] if ahead else readers)
     assert isinstance(readers[0].fault, StateLost)
-    again = replace(
-        readers[0].request, attempt=2, replay=tuple(readers[0].rounds), after_fault=True
-    )
+    again = changed(readers[0].request, attempt=2, replay=tuple(readers[0].rounds), alone=True)
     after = Reader(again)
     together(served, [after])
     assert after.fault is None
-    plain = answer(engine(batching=False), request(PROMPT, 0, TOKENS, ignore_end=True))
+    plain = answer(engine(batching=False), request(PROMPT, 0, TOKENS, ignore_eos=True))
     assert tuple(readers[0].ids + after.ids) == plain.ids
     if not ahead:
-        expected = answer(engine(batching=False), request(others, 0, TOKENS, ignore_end=True))
+        expected = answer(engine(batching=False), request(others, 0, TOKENS, ignore_eos=True))
         assert readers[1].fault is None and tuple(readers[1].ids) == expected.ids
     assert served.live_requests == 0

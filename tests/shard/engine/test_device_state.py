@@ -21,7 +21,7 @@ from small import LAYERS, small_spec
 from exo_node.mtp.caches.batch_caches import BatchCache, BatchTapedCache, change_all
 from exo_node.mtp.caches.batch_slots import Change
 from exo_node.mtp.types import Penalties, Sampling
-from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.parameters import Parameters
 from exo_node.shard.engine.states import cache_set
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
@@ -46,7 +46,7 @@ def engine(*, runs_ahead: bool = False, batching: bool = True, **changes: Any) -
     return text_engine
 
 
-def alone(engine_request: EngineRequest) -> Answer:
+def alone(engine_request: Parameters) -> Answer:
     return answer(engine(batching=False), engine_request)
 
 
@@ -82,8 +82,8 @@ def test_joins_and_leaves_behind_uneven_acceptance_leave_every_answer_its_own(
             draw.choice([1, 2, 3, 3]),
             draw.randrange(6, 40),
             sampling=sampling,
-            adaptive=draw.random() < 0.2,
-            ignore_end=True,
+            adaptive_draft=draw.random() < 0.2,
+            ignore_eos=True,
         )
         cancelled = draw.choice([None, None, None, begins + draw.randrange(40)])
         readers.append(Reader(engine_request, begins, cancelled))

@@ -58,7 +58,7 @@ def accepted(engine: TextEngine, k: int, answers: int = 4) -> int:
 def test_what_the_draft_head_holds_is_counted_with_the_caches(engine: TextEngine) -> None:
     def bytes_of(k: int) -> int:
         """In the middle of an answer."""
-        steps = engine.generate(request(SMALL_PROMPT, k, 60, ignore_end=True))
+        steps = engine.generate(request(SMALL_PROMPT, k, 60, ignore_eos=True))
         deltas = (event for event in steps if isinstance(event, Delta))
         _ = [next(deltas) for _ in range(3)]
         bytes_before = engine.cache_bytes()
@@ -71,7 +71,7 @@ def test_what_the_draft_head_holds_is_counted_with_the_caches(engine: TextEngine
 
 def test_an_error_of_cache_repair_ends_the_answer(engine: TextEngine) -> None:
     """exo#2110 logged them and went on with the stale cache; here they end the answer."""
-    steps = engine.generate(request(SMALL_PROMPT, 2, 60, ignore_end=True))
+    steps = engine.generate(request(SMALL_PROMPT, 2, 60, ignore_eos=True))
     with pytest.MonkeyPatch.context() as patch:
 
         def broken(*_: object) -> None:
@@ -112,10 +112,10 @@ def test_processors_see_the_prompt(engine: TextEngine, k: int) -> None:
     """mlx-lm#990: the penalty's context began with the answer."""
     # The small model says nothing of its prompt: its first two ids stand for one.
     prompt = [*SMALL_PROMPT, *undisturbed(engine).ids[:2], *SMALL_PROMPT]
-    plain = answer(engine, request(prompt, k, 16, ignore_end=True)).ids
+    plain = answer(engine, request(prompt, k, 16, ignore_eos=True)).ids
     assert not set(prompt).isdisjoint(plain)
     never_again = Sampling(penalties=Penalties(presence=1000.0, context_size=100))
-    ids = answer(engine, request(prompt, k, 16, sampling=never_again, ignore_end=True)).ids
+    ids = answer(engine, request(prompt, k, 16, sampling=never_again, ignore_eos=True)).ids
     assert len({*ids, *prompt}) == 16 + len(set(prompt))
     chooser = Sampler(Sampling(penalties=Penalties(repetition=9.0)), 0, prompt=(3,))
     logits = mx.zeros((1, 8)).at[:, 3].add(1.0).at[:, 5].add(0.5)

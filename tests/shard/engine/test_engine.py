@@ -84,7 +84,7 @@ def test_the_prefill_chunk_does_not_change_the_answer(
 
 def test_sampling_without_a_seed_differs_from_answer_to_answer(exact: TextEngine) -> None:
     sampling = Sampling(temperature=1.0)
-    engine_request = request(PROMPT, 2, 24, sampling=sampling, ignore_end=True)
+    engine_request = request(PROMPT, 2, 24, sampling=sampling, ignore_eos=True)
     first = answer(exact, engine_request).ids
     assert any(answer(exact, engine_request).ids != first for _ in range(3))
 
@@ -174,7 +174,7 @@ def test_penalties_give_mlx_lms_ids_at_every_k(exact: TextEngine, penalties: Pen
     assert expected != list(answer_of(exact, 0).ids[:48])
     for k in range(4):
         sampling = Sampling(penalties=penalties)
-        engine_request = request(PROMPT, k, 48, sampling=sampling, ignore_end=True)
+        engine_request = request(PROMPT, k, 48, sampling=sampling, ignore_eos=True)
         got = answer(exact, engine_request)
         assert list(got.ids) == expected
         assert k == 0 or got.stats.accepted_draft_tokens > 0

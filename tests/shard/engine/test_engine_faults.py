@@ -3,13 +3,12 @@
 # pyright: reportPrivateUsage=false
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from driven import begin, driven
-from engines import answer, request
+from engines import answer, changed, request
 from readers import Reader, alone, assert_as_alone, both_ways, engine, prompt
 
 from exo_node.mtp.targets import FamilyTarget
@@ -29,8 +28,7 @@ def go_on(served: TextEngine, readers: Sequence[Reader]) -> None:
     for reader in readers:
         assert isinstance(reader.fault, StateLost), reader.fault
     after = [
-        Reader(replace(r.request, attempt=2, replay=tuple(r.rounds), after_fault=True))
-        for r in readers
+        Reader(changed(r.request, attempt=2, replay=tuple(r.rounds), alone=True)) for r in readers
     ]
     driven(served, after)
     for before, reader in zip(readers, after, strict=True):
@@ -81,7 +79,7 @@ def test_a_fault_of_a_forward_over_prompts_is_told_to_all_of_them(
 ) -> None:
     """And to no answer that it was computed between."""
     served = engine()
-    other = Reader(request(prompt(9), 2, 40, ignore_end=True))
+    other = Reader(request(prompt(9), 2, 40, ignore_eos=True))
     readers = [Reader(request(prompt(i, 40), 1, 12), begins=6) for i in range(3)]
 
     def failing(*_: object) -> None:
@@ -109,7 +107,7 @@ def test_tokens_that_are_lost_on_their_way_end_all_that_waited_for_them(
             raise RuntimeError("the device is gone")
         return land(self, *rest)
 
-    readers = [Reader(request(prompt(i), k, 30, ignore_end=True)) for i in range(4)]
+    readers = [Reader(request(prompt(i), k, 30, ignore_eos=True)) for i in range(4)]
     with monkeypatch.context() as patched:
         patched.setattr(Batch, "land", failing)
         driven(served, readers)
@@ -124,7 +122,7 @@ def test_a_fault_as_a_batch_changes_costs_nothing_that_follows(
     """While one of its members does not read, which is taken out of it, and another one joins."""
     monkeypatch.setattr(requests, "MAX_UNREAD_EVENTS", 4)
     served, faults = engine(), list[str]()
-    readers = [Reader(request(prompt(i), 2, 40, ignore_end=True)) for i in range(4)]
+    readers = [Reader(request(prompt(i), 2, 40, ignore_eos=True)) for i in range(4)]
     readers[1].stalls, readers[3].begins = range(6, 60), 14
     work = getattr(CacheSet, where)
 
@@ -160,7 +158,7 @@ def test_a_target_that_gives_no_number_ends_its_own_answer_only(
         return logits, hidden
 
     monkeypatch.setattr(FamilyTarget, "forward_batch", broken)
-    readers = [Reader(request(prompt(i), 0, 50, ignore_end=True)) for i in range(3)]
+    readers = [Reader(request(prompt(i), 0, 50, ignore_eos=True)) for i in range(3)]
     driven(served, readers)
     first, *others = readers
     assert isinstance(first.fault, NumericError)
@@ -185,7 +183,7 @@ class Broken(Reader):
 @pytest.mark.parametrize("k", [0, 2])
 def test_a_reader_that_cannot_be_told_ends_its_own_answer_only(k: int, *, ahead: bool) -> None:
     served = engine(runs_ahead=ahead)
-    engine_request = [request(prompt(i), k, 30, ignore_end=True) for i in range(3)]
+    engine_request = [request(prompt(i), k, 30, ignore_eos=True) for i in range(3)]
     broken, others = Broken(engine_request[0]), [Reader(each) for each in engine_request[1:]]
     driven(served, [broken, *others])
     assert isinstance(broken.fault, ConnectionResetError) and len(broken.rounds) == 3
@@ -212,7 +210,7 @@ class Failing:
 def test_a_stop_condition_that_fails_ends_its_own_answer_only(count: int, *, ahead: bool) -> None:
     """At the first token, which is a prompt's, and in a round."""
     served = engine(runs_ahead=ahead)
-    failing, *others = [Reader(request(prompt(i), 2, 30, ignore_end=True)) for i in range(3)]
+    failing, *others = [Reader(request(prompt(i), 2, 30, ignore_eos=True)) for i in range(3)]
     begin(served, failing).stop_condition = Failing(count)
     driven(served, others)
     assert isinstance(failing.fault, UnicodeDecodeError)
@@ -237,7 +235,7 @@ def test_a_slow_reader_leaves_the_batch_and_comes_back_with_the_same_ids(
 
     monkeypatch.setattr(Batch, "change", counted)
     served = engine(runs_ahead=ahead)
-    readers = [Reader(request(prompt(i), k, 60, ignore_end=True)) for i in range(4)]
+    readers = [Reader(request(prompt(i), k, 60, ignore_eos=True)) for i in range(4)]
     readers[1].stalls = range(8, 26)
     batch_sizes = list[int]()
     driven(served, readers, lambda _: batch_sizes.append(len(readers[1].rounds)))

@@ -53,7 +53,7 @@ def test_an_adapted_answer_is_the_plain_one_whatever_depths_it_took(
     engine: TextEngine, probed: tuple[float, ...], parked: bool
 ) -> None:
     adapted = with_costs(*probed, counts=90, accepted=81)
-    got = answer(adapted, request(PROMPT, 3, 60, adaptive=True))
+    got = answer(adapted, request(PROMPT, 3, 60, adaptive_draft=True))
     assert got.ids == plain_ids(engine)
     plain, *drafted = got.stats.draft_k_histogram
     assert (plain > sum(drafted)) is parked
@@ -64,7 +64,13 @@ def test_an_adapted_answer_is_the_plain_one_whatever_depths_it_took(
 def test_depth_begins_where_the_request_says_and_climbs_to_its_maximum() -> None:
     engine = with_costs(1, 1.02, 1.04, 1.06)
     found_head = request(
-        PROMPT, 3, 60, adaptive=True, ignore_end=True, initial_k=1, k_source="the model's default_k"
+        PROMPT,
+        3,
+        60,
+        adaptive_draft=True,
+        ignore_eos=True,
+        initial_draft_tokens=1,
+        initial_draft_source="the model's default_k",
     )
     got = answer(engine, found_head)
     first, *_ = got.rounds[1:]
@@ -87,7 +93,7 @@ def test_a_fixed_depth_is_kept_whatever_it_costs() -> None:
 def test_the_head_loses_nothing_while_drafting_is_parked() -> None:
     """Rows that plain decoding commits reach the head's cache before it drafts again."""
     engine = with_costs(1, 9, 9, 9, counts=90, accepted=1)
-    engine_request = request(PROMPT, 1, 150, adaptive=True, ignore_end=True)
+    engine_request = request(PROMPT, 1, 150, adaptive_draft=True, ignore_eos=True)
     with watched_heads() as heads:
         got = answer(engine, engine_request)
     looks = [r for r in got.rounds if r.drafted]
@@ -97,9 +103,9 @@ def test_the_head_loses_nothing_while_drafting_is_parked() -> None:
 
 def test_a_seed_gives_the_same_tokens_adapted_or_not(engine: TextEngine) -> None:
     sampling = Sampling(temperature=0.9, seed=11)
-    plain = answer(engine, request(PROMPT, 0, 32, sampling=sampling, ignore_end=True))
+    plain = answer(engine, request(PROMPT, 0, 32, sampling=sampling, ignore_eos=True))
     other = with_costs(1, 1.5, 1.2, 9, counts=90, accepted=60)
-    engine_request = request(PROMPT, 3, 32, sampling=sampling, ignore_end=True, adaptive=True)
+    engine_request = request(PROMPT, 3, 32, sampling=sampling, ignore_eos=True, adaptive_draft=True)
     assert answer(other, engine_request).ids == plain.ids
 
 
@@ -118,7 +124,7 @@ def test_loading_measures_what_rounds_cost_and_keeps_all_of_it(
     assert len(profile.costs.probed) == 4
     assert profile.identity == MeasuredIdentity(value="bitwise", k=3, context_length=4096)
     assert profile.batch_identity == profile.identity
-    got = answer(probed, request(PROMPT, 2, 40, adaptive=True))
+    got = answer(probed, request(PROMPT, 2, 40, adaptive_draft=True))
     assert got.ids == plain_ids(engine)[:40]
     assert sum(got.stats.draft_k_histogram) == len(got.rounds) - 1
 
@@ -138,7 +144,7 @@ def strict_engine(shim: Key) -> TextEngine:
 def watched(engine: TextEngine, k: int) -> tuple[int, ...]:
     """The ids of an answer while its memory is asked for between all of its events."""
     ids: list[int] = []
-    for event in engine.generate(request(PROMPT, k, 24, ignore_end=True)):
+    for event in engine.generate(request(PROMPT, k, 24, ignore_eos=True)):
         _ = engine.cache_bytes()
         if isinstance(event, Delta):
             ids += event.round.tokens

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 from budget import seeds
 from driven import driven
-from engines import engine_of, request
+from engines import changed, engine_of, request
 from held_prefixes import cache_of, counted, nodes, prefix_of
 from mlx_lm.models.cache import KVCache
 from readers import Reader, alone, loaded, prompt
@@ -20,7 +20,7 @@ from exo_node.mtp.seams import Want
 from exo_node.mtp.targets import FamilyTarget
 from exo_node.shard.engine import executor, prefill_forward
 from exo_node.shard.engine import request as requests
-from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.parameters import Parameters
 from exo_node.shard.engine.states.state import DraftState
 from exo_node.shard.engine.text_engine import TextEngine
 
@@ -93,8 +93,8 @@ def watched(bench: Bench, *, ahead: bool | None = None, **changes: Any) -> TextE
     return served
 
 
-def default(ids: list[int], tokens: int = TOKENS, k: int = 2) -> EngineRequest:
-    return request(ids, k, tokens, adaptive=True, ignore_end=True)
+def default(ids: list[int], tokens: int = TOKENS, k: int = 2) -> Parameters:
+    return request(ids, k, tokens, adaptive_draft=True, ignore_eos=True)
 
 
 def crowd(count: int, rows: int = 0, first: int = 0, tokens: int = TOKENS) -> list[Reader]:
@@ -111,7 +111,9 @@ def taught(bench: Bench, **changes: Any) -> TextEngine:
 
 def assert_as_alone(readers: list[Reader]) -> None:
     for reader in readers:
-        expected = alone(replace(reader.request, k=0, adaptive=False, request="alone"))
+        expected = alone(
+            changed(reader.request, num_draft_tokens=0, adaptive_draft=False, name="alone")
+        )
         assert reader.fault is None and tuple(reader.ids) == expected.ids
 
 
@@ -142,7 +144,7 @@ def test_it_catches_up_where_so_many_leave_that_drafts_pay(bench: Bench) -> None
     assert sum(r.drafted for r in late) > 12
     # What it drafts is what a head that always read would draft.
     position = late[0].forward.position
-    expected = alone(request(prompt(0, 200), 2, 4 * TOKENS, ignore_end=True))
+    expected = alone(request(prompt(0, 200), 2, 4 * TOKENS, ignore_eos=True))
     kept_ids = {r.forward.position: (r.drafted, r.accepted) for r in expected.rounds}
     same = [r for r in late if (r.drafted == 2 and r.forward.position in kept_ids)]
     assert same and all(kept_ids[r.forward.position] == (2, r.accepted) for r in same), position
@@ -165,7 +167,7 @@ def test_those_that_do_not_read_keep_nobody_from_drafts(
 
 def test_a_k_that_a_request_fixes_is_drafted_all_the_same(bench: Bench) -> None:
     served, readers = taught(bench), crowd(3, 200)
-    readers.append(Reader(request(prompt(9, 200), 2, TOKENS, ignore_end=True)))
+    readers.append(Reader(request(prompt(9, 200), 2, TOKENS, ignore_eos=True)))
     driven(served, readers)
     fixed = readers[-1]
     assert {r.drafted for r in fixed.rounds[1:-2]} == {2}
@@ -227,10 +229,10 @@ def test_a_prefix_that_a_resting_head_left_gives_the_same_answer_and_drafts(benc
     sizes = sorted(part.pending.shape[1] for part in resting if part.pending is not None)
     assert sizes and sizes[-1] <= 160, "a row is kept once, however many forwards follow it"
     _ = counted(cache_of(served))
-    engine_request = request([*ids[:-2], 7, 8], 2, TOKENS, ignore_end=True)
+    engine_request = request([*ids[:-2], 7, 8], 2, TOKENS, ignore_eos=True)
     again, cold = Reader(engine_request), watched(bench)
     driven(served, [again])
-    anew = Reader(replace(engine_request, request="anew"))
+    anew = Reader(changed(engine_request, name="anew"))
     driven(cold, [anew])
     assert again.end is not None and again.end.stats.cached_tokens == 480
     assert again.ids == anew.ids
@@ -248,7 +250,7 @@ def test_hidden_states_on_which_later_rows_stand_do_not_go_before_them(bench: Be
     for room in range(cache.size, 0, -cache.size // 12):
         cache.evict(cache._budget - room)  # pyright: ignore[reportPrivateUsage]
         _ = counted(cache)
-        reader = Reader(request([*ids[:-2], 7, 8], 2, TOKENS, ignore_end=True))
+        reader = Reader(request([*ids[:-2], 7, 8], 2, TOKENS, ignore_eos=True))
         prefix = prefix_of(served, reader.request)
         if prefix is not None and prefix.draft is not None:
             assert prefix.draft.rows + prefix.draft.unread_rows == prefix.rows

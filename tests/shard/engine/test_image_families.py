@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import pytest
-from engines import answer, request
+from engines import answer, changed, request
 from forced_copies import FixedLength, force
 from pictures import (
     DEEP,
@@ -139,7 +139,7 @@ def test_requests_are_answered_beside_text(folder: Path, k: int) -> None:
     readers = [Reader(picture_request(it, k, folder)) for it in conversations(folder)]
     readers.append(Reader(text))
     together(engine, readers)
-    alone = answer(picture_engine(folder), replace(text, request="alone"))
+    alone = answer(picture_engine(folder), changed(text, name="alone"))
     expected = [*(it.greedy_ids for it in conversations(folder)), list(alone.ids)]
     assert [reader.ids for reader in readers] == expected
     shares = can_batch(loaded(folder).model.make_caches())
@@ -151,9 +151,9 @@ def test_stages_answer_them_beside_text(folder: Path) -> None:
     """Two of each kind, so that each of the two groups of a pipeline has both."""
     engine = picture_pipeline((0, 2, 4), folder).engine
     text = request(case(0, folder).prompt_ids[:9], 0, 24)
-    alone = answer(engine, replace(text, request="alone"))
+    alone = answer(engine, changed(text, name="alone"))
     readers = [Reader(picture_request(it, folder=folder)) for it in conversations(folder)[:2]]
-    readers += [Reader(replace(text, request=f"t{n}")) for n in range(3)]
+    readers += [Reader(changed(text, name=f"t{n}")) for n in range(3)]
     together(engine, readers)
     expected = [it.greedy_ids for it in conversations(folder)[:2]] + [list(alone.ids)] * 3
     assert [reader.ids for reader in readers] == expected
@@ -176,7 +176,7 @@ def test_a_second_turn_begins_after_the_first(folder: Path, k: int, split: bool)
         engine = picture_pipeline((0, 2, 4), folder, **fields).engine
     asked = picture_request(second, k, folder)
     require_right(answer(engine, picture_request(first, k, folder)), first)
-    got = [answer(engine, replace(asked, request=f"{number}")) for number in range(2)]
+    got = [answer(engine, replace(asked, name=f"{number}")) for number in range(2)]
     for each in got:
         require_right(each, second)
     cached = [each.stats.cached_tokens for each in got]
@@ -241,13 +241,13 @@ def test_copied_drafts_change_no_answer(folder: Path, number: int) -> None:
     rolls_back = can_roll_back(loaded(folder).model.make_caches())
     if rolls_back:
         force(engine.lookup, FixedLength(3))
-    got = answer(engine, picture_request(it, folder=folder, lookup=True))
+    got = answer(engine, picture_request(it, folder=folder, prompt_lookup=True))
     require_right(got, it)
     assert rolls_back or got.stats.lookup_reason
     if number == 2:  # a longer answer repeats itself
-        asked = picture_request(it, folder=folder, max_tokens=80, lookup=True, request="long")
+        asked = picture_request(it, folder=folder, max_tokens=80, prompt_lookup=True, name="long")
         got = answer(engine, asked)
-        assert got.ids == answer(picture_engine(folder), replace(asked, lookup=False)).ids
+        assert got.ids == answer(picture_engine(folder), changed(asked, prompt_lookup=False)).ids
         assert bool(got.stats.lookup_accepted_tokens) == rolls_back
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import pytest
-from engines import answer, load_quietly, request
+from engines import answer, changed, load_quietly, request
 from mlx import nn
 from pictures import (
     DEEP,
@@ -74,7 +74,7 @@ def test_prompts_of_text_read_together_begin_at_their_first_row() -> None:
     engine = picture_engine()
     engine.measurements.batch_identity = "bitwise"
     texts = [request(case(3).prompt_ids[n : n + 60], 0, 12) for n in (0, 40)]
-    alone = [answer(picture_engine(), replace(each, request="alone")) for each in texts]
+    alone = [answer(picture_engine(), changed(each, name="alone")) for each in texts]
     readers = [Reader(picture_request(case(1))), *(Reader(each, begins=9) for each in texts)]
     together(engine, readers)
     assert readers[0].ids == case(1).greedy_ids
@@ -135,7 +135,7 @@ def test_penalties_and_copies_pass_over_rows_of_images() -> None:
     got = answer(picture_engine(), plain)
     text = [token for token in plain.prompt if token >= 0]
     assert got.ids and len(text) < len(plain.prompt)
-    copied = answer(picture_engine(prompt_lookup=True), picture_request(it, 0, lookup=True))
+    copied = answer(picture_engine(prompt_lookup=True), picture_request(it, 0, prompt_lookup=True))
     require_right(copied, it)
 
 

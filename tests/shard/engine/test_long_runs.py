@@ -53,7 +53,7 @@ def demo() -> TextEngine:
 @pytest.fixture(scope="module")
 def plain(tiny: TextEngine) -> tuple[int, ...]:
     """The tiny model's answer."""
-    return answer(tiny, request(PROMPT, 0, TOKENS, ignore_end=True)).ids
+    return answer(tiny, request(PROMPT, 0, TOKENS, ignore_eos=True)).ids
 
 
 @pytest.mark.parametrize(("k", "tokens"), [(1, 150), (2, TOKENS), (3, 150)])
@@ -61,7 +61,7 @@ def test_the_heads_cache_holds_all_committed_tokens_but_one(
     tiny: TextEngine, plain: tuple[int, ...], k: int, tokens: int
 ) -> None:
     with steered_heads(plain, len(PROMPT)), watched_heads() as heads:
-        got = answer(tiny, request(PROMPT, k, tokens, ignore_end=True))
+        got = answer(tiny, request(PROMPT, k, tokens, ignore_eos=True))
     assert got.ids == plain[:tokens]
     assert len(heads) == got.stats.spec_decode_rounds > tokens / (k + 1) - 2
     assert {r.accepted for r in got.rounds} == {0, 1, k}
@@ -70,7 +70,7 @@ def test_the_heads_cache_holds_all_committed_tokens_but_one(
 
 def test_the_same_check_finds_a_hole_at_its_first_full_accept(demo: TextEngine) -> None:
     with watched_heads() as heads, holed_heads():
-        got = answer(demo, request(PROMPT, 2, 60, ignore_end=True))
+        got = answer(demo, request(PROMPT, 2, 60, ignore_eos=True))
     whole = [cached == committed for cached, committed in heads]
     full = next(i for i, r in enumerate(got.rounds[1:]) if r.accepted == 2)
     assert all(whole[: full + 1])

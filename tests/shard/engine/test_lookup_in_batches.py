@@ -6,7 +6,6 @@ import functools
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import mlx.core as mx
 import pytest
 from budget import seeds
 from clocks import Clock
-from engines import Answer, answer, engine_of, load_quietly, request
+from engines import Answer, answer, changed, engine_of, load_quietly, request
 from forced_copies import FixedLength, force
 from plain_gated_delta import give_kernels
 from readers import GREEDY, Reader, both_ways, engine, prompt, together
@@ -28,7 +27,7 @@ from exo_node.shard.engine.batch import Batch
 from exo_node.shard.engine.draft_profile import DraftProfile, DraftProfileKey
 from exo_node.shard.engine.issued_round import IssuedRound
 from exo_node.shard.engine.lookup_control import NOT_EXACT_TOGETHER, STATE_LENGTHS
-from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.parameters import Parameters
 from exo_node.shard.engine.step_outcome import StepOutcome
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
@@ -50,10 +49,15 @@ def copying(length: int = 7, **changes: Any) -> TextEngine:
     return served
 
 
-def plain(engine_request: EngineRequest) -> Answer:
+def plain(engine_request: Parameters) -> Answer:
     """The answer alone, without any draft."""
-    bare = replace(
-        engine_request, k=0, adaptive=False, lookup=False, drafting_reason="a test", replay=()
+    bare = changed(
+        engine_request,
+        num_draft_tokens=0,
+        adaptive_draft=False,
+        prompt_lookup=False,
+        drafting_reason="a test",
+        replay=(),
     )
     return answer(engine(batching=False), bare)
 
@@ -68,19 +72,19 @@ def never_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def repeating(
-    number: int = 1, k: int = 0, *, changed: Sequence[int] = (20,), **options: Any
-) -> EngineRequest:
+    number: int = 1, k: int = 0, *, places: Sequence[int] = (20,), **options: Any
+) -> Parameters:
     """The prompt holds its own answer, with ids changed at some places."""
-    options = {"lookup": True, "ignore_end": True, "max_tokens": TOKENS, **options}
-    first = request(prompt(number), 0, sampling=options.get("sampling", GREEDY), ignore_end=True)
-    body = list(plain(replace(first, max_tokens=TOKENS)).ids)
-    for place in changed:
+    options = {"prompt_lookup": True, "ignore_eos": True, "max_tokens": TOKENS, **options}
+    first = request(prompt(number), 0, sampling=options.get("sampling", GREEDY), ignore_eos=True)
+    body = list(plain(changed(first, max_tokens=TOKENS)).ids)
+    for place in places:
         body[place] += 1
     return request([*prompt(number), *body, *prompt(number)], k, **options)
 
 
-def prose(number: int = 4, k: int = 0, **options: Any) -> EngineRequest:
-    options = {"lookup": True, "ignore_end": True, "max_tokens": TOKENS, **options}
+def prose(number: int = 4, k: int = 0, **options: Any) -> Parameters:
+    options = {"prompt_lookup": True, "ignore_eos": True, "max_tokens": TOKENS, **options}
     return request(prompt(number, 30 + number), k, **options)
 
 
@@ -134,9 +138,9 @@ def test_repeated_text_and_prose_share_rounds(
     options: dict[str, Any] = {"max_tokens": 2 * TOKENS}
     readers = [
         Reader(prose(4, k, **options)),
-        Reader(prose(5, 1, lookup=False, **options)),
-        Reader(repeating(1, k, changed=(12, 25, 31), **options), begins=2),
-        Reader(repeating(2, k, changed=(15, 23, 37), adaptive=True, **options), begins=2),
+        Reader(prose(5, 1, prompt_lookup=False, **options)),
+        Reader(repeating(1, k, places=(12, 25, 31), **options), begins=2),
+        Reader(repeating(2, k, places=(15, 23, 37), adaptive_draft=True, **options), begins=2),
     ]
     together(copying(runs_ahead=ahead), readers)
     assert_plain(readers)
@@ -167,7 +171,10 @@ def test_members_join_and_leave_in_the_middle(seed: int) -> None:
     for number in range(8):
         begins = draw.randrange(40)
         k, adaptive = draw.randrange(4), draw.random() < 0.5
-        options: dict[str, Any] = {"adaptive": adaptive, "max_tokens": draw.randrange(2, TOKENS)}
+        options: dict[str, Any] = {
+            "adaptive_draft": adaptive,
+            "max_tokens": draw.randrange(2, TOKENS),
+        }
         options["sampling"] = draw.choice([GREEDY, GREEDY, COOL, HOT])
         made = (
             repeating(number % 4, k, changed=draw.sample(range(TOKENS), 2), **options)
@@ -187,10 +194,10 @@ def test_after_prefixes(numbers: list[int]) -> None:
     """The whole prompt is indexed, its cached rows too."""
     served = copying(prefix_cache_bytes=1 << 26)
     made = [repeating(number, 1) for number in numbers]
-    long = [replace(r, prompt=[*prompt(9, 300), *r.prompt]) for r in made]
+    long = [changed(r, prompt=[*prompt(9, 300), *r.prompt]) for r in made]
     copies = 0
     for attempt in range(2):
-        readers = [Reader(replace(r, request=f"{attempt}-{i}")) for i, r in enumerate(long)]
+        readers = [Reader(changed(r, name=f"{attempt}-{i}")) for i, r in enumerate(long)]
         together(served, readers)
         assert_plain(readers)
         rounds = [r for reader in readers for r in reader.rounds if r.is_copied]
@@ -211,10 +218,10 @@ def test_a_copy_ends_before_what_a_grammar_forbids(body: str, others: list[int])
     text = {"type": "string", "enum": ["abcabcabcabcabcabd"]}
     rows = served.codec.encode_text(f'"{body}')
 
-    def structured(*, lookup: bool) -> EngineRequest:
+    def structured(*, lookup: bool) -> Parameters:
         spec = GrammarSpec("json_schema", json.dumps(text), "f")
         matcher = served.codec.grammars.compile(spec, Gate())
-        return request([*rows, *prompt(1)], 0, TOKENS, grammar=matcher, lookup=lookup)
+        return request([*rows, *prompt(1)], 0, TOKENS, grammar=matcher, prompt_lookup=lookup)
 
     bound, free = Reader(structured(lookup=True)), [Reader(repeating(each)) for each in others]
     together(served, [bound, *free])
@@ -257,11 +264,11 @@ def test_copies_teach_the_head_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(AdaptiveDepth, "record", watched)
     others = [
-        Reader(prose(4, 2, adaptive=True, max_tokens=2 * TOKENS)),
+        Reader(prose(4, 2, adaptive_draft=True, max_tokens=2 * TOKENS)),
         Reader(prose(5, 2, max_tokens=2 * TOKENS)),
     ]
     readers = [
-        Reader(repeating(number, 2, adaptive=True, max_tokens=2 * TOKENS), begins=2)
+        Reader(repeating(number, 2, adaptive_draft=True, max_tokens=2 * TOKENS), begins=2)
         for number in (1, 2)
     ]
     together(copying(), [*others, *readers])
@@ -286,7 +293,7 @@ def test_without_a_head_plain_rounds_run_ahead_until_an_index_matches(
         return flight
 
     monkeypatch.setattr(Batch, "issue", watched)
-    readers = [Reader(repeating(number, 0, changed=(6, 18))) for number in (1, 2)]
+    readers = [Reader(repeating(number, 0, places=(6, 18))) for number in (1, 2)]
     together(copying(runs_ahead=ahead), readers)
     assert_plain(readers)
     assert seen == ({"copies", "plain ahead", "waits"} if ahead else {"copies"})
@@ -300,12 +307,14 @@ def test_where_kernels_keep_states(length: int, ahead: bool) -> None:
     served = kernel_engine(runs_ahead=ahead)
     force(served.lookup, FixedLength(length))
     readers = [
-        Reader(repeating(1 + i % 2, i % 3, changed=(9 + 2 * i,), max_tokens=TOKENS + 3 * i))
+        Reader(repeating(1 + i % 2, i % 3, places=(9 + 2 * i,), max_tokens=TOKENS + 3 * i))
         for i in range(6)
     ]
     together(served, readers)
     for reader in readers:
-        bare = replace(reader.request, k=0, lookup=False, drafting_reason="a test")
+        bare = changed(
+            reader.request, num_draft_tokens=0, prompt_lookup=False, drafting_reason="a test"
+        )
         assert tuple(reader.ids) == answer(kernel_engine(batching=False), bare).ids
     copies = [r for reader in readers for r in reader.rounds if r.is_copied]
     shared = [r for r in copies if r.forward.batch > 1]
@@ -367,12 +376,12 @@ def test_where_batches_are_inexact_requests_copy_alone_and_say_why() -> None:
     assert perturb(served._stage.model, by_batch) > 0
     served.measurements.measure()
     assert not served.lookup.policy.copies
-    readers = [Reader(request(prompt(i), 0, 12, lookup=True)) for i in range(2)]
+    readers = [Reader(request(prompt(i), 0, 12, prompt_lookup=True)) for i in range(2)]
     together(served, readers)
     for reader in readers:
         assert reader.end is not None and shared_copies(reader) == 0
         assert reader.end.stats.lookup_reason == NOT_EXACT_TOGETHER
-    assert served.lookup.reason(request(prompt(1), 0, 12, lookup=True)) == ""
+    assert served.lookup.reason(request(prompt(1), 0, 12, prompt_lookup=True)) == ""
 
 
 def test_strict_mode_shares_and_copies_as_alone() -> None:

@@ -2,11 +2,10 @@
 
 import functools
 import random
-from dataclasses import replace
 
 import pytest
 from budget import seeds
-from engines import ORACLE, Answer, answer, request
+from engines import ORACLE, Answer, answer, changed, request
 from pipelines import TWO, small_pipeline
 from readers import Reader, alone, engine, together
 
@@ -81,7 +80,7 @@ def test_random_repeats_end_where_the_definition_says(seed: int) -> None:
 
 @functools.cache
 def looping(k: int = 0, **changes: object) -> Answer:
-    fields: dict[str, object] = {"ignore_end": True, "loop_limits": SHORT, **changes}
+    fields: dict[str, object] = {"ignore_eos": True, "loop_limits": SHORT, **changes}
     return alone(request(PROMPT, k, MANY, **fields))
 
 
@@ -109,7 +108,9 @@ def test_it_ends_at_the_same_token_with_any_number_of_drafts(k: int) -> None:
 def test_it_ends_at_the_same_token_with_copied_drafts() -> None:
     served = engine()
     served.lookup.off_reason = ""
-    got = answer(served, request(PROMPT, 0, MANY, ignore_end=True, loop_limits=SHORT, lookup=True))
+    got = answer(
+        served, request(PROMPT, 0, MANY, ignore_eos=True, loop_limits=SHORT, prompt_lookup=True)
+    )
     assert_ended_by_its_loop(got)
 
 
@@ -117,14 +118,14 @@ def test_it_ends_at_the_same_token_with_copied_drafts() -> None:
 def test_in_a_batch_each_answer_ends_at_its_own_loop(*, ahead: bool) -> None:
     readers = [
         Reader(
-            request(prompt, i % 3, MANY, ignore_end=True, loop_limits=None if i == 1 else SHORT),
+            request(prompt, i % 3, MANY, ignore_eos=True, loop_limits=None if i == 1 else SHORT),
             begins=3 * i,
         )
         for i, prompt in enumerate(PROMPTS)
     ]
     together(engine(runs_ahead=ahead), readers)
     for i, reader in enumerate(readers):
-        plain = alone(replace(reader.request, loop_limits=None, k=0)).ids
+        plain = alone(changed(reader.request, loop_limits=None, num_draft_tokens=0)).ids
         assert tuple(reader.ids) == plain[: end_of(list(plain)) if i != 1 else MANY]
         assert reader.end is not None and bool(reader.end.stats.loop_reason) is (i != 1)
     assert max(each.forward.batch for r in readers for each in r.rounds) > 2
@@ -132,7 +133,7 @@ def test_in_a_batch_each_answer_ends_at_its_own_loop(*, ahead: bool) -> None:
 
 def test_over_stages_it_ends_at_the_same_token() -> None:
     pipeline = small_pipeline(TWO)
-    got = answer(pipeline.engine, request(PROMPT, 0, MANY, ignore_end=True, loop_limits=SHORT))
+    got = answer(pipeline.engine, request(PROMPT, 0, MANY, ignore_eos=True, loop_limits=SHORT))
     assert_ended_by_its_loop(got)
     assert not pipeline.leftovers
 
@@ -142,7 +143,7 @@ def test_a_resumed_answer_ends_at_the_same_token(k: int) -> None:
     first = looping(k)
     for cut in (1, len(first.rounds) - 1, len(first.rounds)):
         log, served = first.rounds[:cut], engine()
-        again = request(PROMPT, k, MANY, ignore_end=True, loop_limits=SHORT, attempt=2, replay=log)
+        again = request(PROMPT, k, MANY, ignore_eos=True, loop_limits=SHORT, attempt=2, replay=log)
         assert_ended_by_its_loop(answer(served, again), tuple(t for r in log for t in r.tokens))
 
 
@@ -155,7 +156,7 @@ def test_a_sample_with_a_seed_ends_at_its_loop() -> None:
 
 def test_what_ends_an_answer_otherwise_has_no_reason_of_a_loop() -> None:
     count = len(looping().ids)
-    at_once = alone(request(PROMPT, 0, count, ignore_end=True, loop_limits=SHORT))
+    at_once = alone(request(PROMPT, 0, count, ignore_eos=True, loop_limits=SHORT))
     assert len(at_once.ids) == count and not at_once.stats.loop_reason
 
 
@@ -166,7 +167,7 @@ def test_under_a_grammar_an_answer_may_repeat_itself() -> None:
         PROMPT,
         0,
         2 * SHORT.tokens,
-        ignore_end=True,
+        ignore_eos=True,
         loop_limits=SHORT,
         grammar=served.codec.grammars.compile(spec, Gate()),
     )

@@ -4,13 +4,13 @@ import functools
 from dataclasses import replace
 
 import pytest
-from engines import Answer, answer, request
+from engines import Answer, answer, changed, request
 from forced_copies import FixedLength, force
 from readers import Reader, alone, engine, prompt, together
 
 from exo_node.mtp.types import Penalties, Sampling
 from exo_node.shard.engine.loop_guard import EARLY
-from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.parameters import Parameters
 from exo_node.shard.text.grammars.grammar import Gate
 from exo_node.shard.text.grammars.grammars import GrammarSpec
 
@@ -24,7 +24,7 @@ FREE = replace(GREEDY, temperature=0.9)
 PROMPT = [*prompt(1), *prompt(1)]
 
 
-def asked(k: int = 0, sampling: Sampling = GREEDY, **changes: object) -> EngineRequest:
+def asked(k: int = 0, sampling: Sampling = GREEDY, **changes: object) -> Parameters:
     return request(PROMPT, k, MOST, **({"sampling": sampling} | changes))
 
 
@@ -61,7 +61,7 @@ def test_copied_drafts_give_the_same_ids(k: int) -> None:
     # What is copied holds ends within it, which none of the answers may take.
     rows = [*PROMPT, *body[:9], END, *body[9:], *PROMPT]
     expected = alone(request(rows, 0, MOST, sampling=GREEDY)).ids
-    got = answer(served, request(rows, k, MOST, sampling=GREEDY, lookup=True))
+    got = answer(served, request(rows, k, MOST, sampling=GREEDY, prompt_lookup=True))
     assert got.stats.lookup_proposed_tokens > 0
     assert got.ids == expected and len(expected) == LEAST + 1
 
@@ -75,7 +75,7 @@ def test_each_answer_of_a_batch_has_its_own_least() -> None:
     together(engine(), readers)
     for reader, sampling in zip(readers, samplings, strict=True):
         assert len(reader.ids) == sampling.min_tokens + 1
-        assert tuple(reader.ids) == alone(replace(reader.request, k=0)).ids
+        assert tuple(reader.ids) == alone(changed(reader.request, num_draft_tokens=0)).ids
     assert max(each.forward.batch for r in readers for each in r.rounds) > 1
 
 

@@ -21,7 +21,7 @@ from small import LAYERS, PROMPT, small_checkpoint
 
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.events import Delta
-from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.parameters import Parameters
 from exo_node.shard.engine.text_engine import AnswerHandle
 from exo_node.shard.model.stage_model import StageModel
 from exo_node.shard.pipeline import ring
@@ -195,7 +195,7 @@ class PacedPipeline:
 
     # ---- what tests do
 
-    def ask(self, request: EngineRequest) -> PacedAnswer:
+    def ask(self, request: Parameters) -> PacedAnswer:
         paced_answer = PacedAnswer()
 
         def deliver(event: object) -> None:
@@ -296,12 +296,12 @@ def pipeline(
 
 
 def read(pipeline: PacedPipeline, number: int, **changes: bool) -> PacedAnswer:
-    return pipeline.ask(request(prompt(number), max_tokens=2, ignore_end=True, **changes))
+    return pipeline.ask(request(prompt(number), max_tokens=2, ignore_eos=True, **changes))
 
 
 def answers(pipeline: PacedPipeline, count: int = ANSWERS) -> list[PacedAnswer]:
     paced_answers = [
-        pipeline.ask(request(short(i), max_tokens=400, ignore_end=True)) for i in range(count)
+        pipeline.ask(request(short(i), max_tokens=400, ignore_eos=True)) for i in range(count)
     ]
     _ = pipeline.until(lambda: all(len(each.ids) > 3 for each in paced_answers))
     return paced_answers

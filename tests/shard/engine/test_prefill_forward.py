@@ -48,7 +48,7 @@ def test_an_answer_goes_on_between_two_parts_of_a_chunk(
     batching: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served, go_on = engine(batching=batching), PrefillForward.advance
-    answering = Reader(request(prompt(0), 1, 200, ignore_end=True))
+    answering = Reader(request(prompt(0), 1, 200, ignore_eos=True))
     other = Reader(request(prompt(1, 100), 0, 4))
     rounds = list[int]()
 

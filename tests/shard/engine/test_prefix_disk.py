@@ -89,10 +89,10 @@ def test_a_file_is_found_by_requests_of_its_salt_alone(tmp_path: Path) -> None:
 
 @pytest.mark.smoke
 def test_a_request_that_uses_no_cache_finds_and_leaves_nothing(tmp_path: Path) -> None:
-    assert cached_tokens(opened(tmp_path), FIRST, 2, uses_cache=False) == 0
+    assert cached_tokens(opened(tmp_path), FIRST, 2, cache=False) == 0
     assert files(tmp_path) == []
     assert cached_tokens(opened(tmp_path), FIRST, 2) == 0
-    assert cached_tokens(opened(tmp_path), FIRST, 2, uses_cache=False) == 0
+    assert cached_tokens(opened(tmp_path), FIRST, 2, cache=False) == 0
     assert cached_tokens(opened(tmp_path), FIRST, 2) == 300
 
 

@@ -156,7 +156,7 @@ def test_a_request_that_uses_no_cache_leaves_nothing_on_any_stage(tmp_path: Path
     folders = tmp_path / "first", tmp_path / "second"
     stages = two_stages("llama", ROOM, folders=folders)
     for _ in range(2):
-        got = answer(stages.engine, request(IDS[0], 0, TOKENS, uses_cache=False))
+        got = answer(stages.engine, request(IDS[0], 0, TOKENS, cache=False))
         assert got.stats.cached_tokens == 0
     settle(stages.engine, *stages.workers)
     assert stages.engine.prefix_cache_bytes == stages.workers[0].prefix_cache_bytes == 0

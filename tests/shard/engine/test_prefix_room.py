@@ -16,8 +16,8 @@ from readers import Reader, loaded, together
 from small import small_spec
 
 from exo_node.shard.engine.events import AnswerEnd, Delta
+from exo_node.shard.engine.parameters import Parameters
 from exo_node.shard.engine.prefixes.prompt_path import PromptPath
-from exo_node.shard.engine.request import EngineRequest
 from exo_node.shard.engine.text_engine import TextEngine
 
 CONTEXT = 1024
@@ -35,7 +35,7 @@ def tight(k: int, rooms: int = 1) -> TextEngine:
     return engine(room=rooms * room_of(k), context_length=CONTEXT)
 
 
-def drive(served: TextEngine, engine_request: EngineRequest, room: int) -> tuple[list[int], int]:
+def drive(served: TextEngine, engine_request: Parameters, room: int) -> tuple[list[int], int]:
     """The ids and the cached tokens; whenever it lets others pass, bytes are within the room."""
     ids, cached = list[int](), -1
     for event in served.generate(engine_request):
@@ -169,7 +169,7 @@ def test_answers_that_share_forwards_leave_what_a_cold_prompt_does() -> None:
     spec = small_spec(native_mtp=True, prefill_chunk=CHUNK, prefix_cache_bytes=room)
     warm = engine_of(loaded(), spec)
     prompts = [[*turn(rows, 70 + rows), 7, 8] for rows in (420, 400, 410)]
-    readers = [Reader(request(prompts[n], 2, 20 + 20 * n, ignore_end=True)) for n in range(3)]
+    readers = [Reader(request(prompts[n], 2, 20 + 20 * n, ignore_eos=True)) for n in range(3)]
 
     def check(_: int) -> None:
         assert held_bytes(warm) <= room
@@ -190,7 +190,7 @@ def test_answers_that_share_forwards_leave_what_a_cold_prompt_does() -> None:
 def test_rounds_that_run_ahead_keep_the_bound() -> None:
     spec = small_spec(native_mtp=True, prefill_chunk=CHUNK, prefix_cache_bytes=DRAFTING)
     warm = engine_of(loaded(), spec, runs_ahead=True)
-    engine_request = request(LONG, 2, 150, ignore_end=True)
+    engine_request = request(LONG, 2, 150, ignore_eos=True)
     _ = drive(warm, engine_request, DRAFTING)
     again = answer(warm, request(LONG, 2, 9))
     assert again.stats.cached_tokens == 400

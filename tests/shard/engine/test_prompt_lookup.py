@@ -18,7 +18,7 @@ from small import small_engine
 from exo_node.mtp.types import Penalties, Sampling
 from exo_node.shard.engine.draft_profile import DraftProfile, DraftProfileKey
 from exo_node.shard.engine.lookup_control import LENGTHS, NOT_ASKED, STATE_LENGTHS
-from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.parameters import Parameters
 from exo_node.shard.engine.text_engine import TextEngine
 
 TOKENS = 48
@@ -35,14 +35,14 @@ def copying(length: int = 7, **changes: Any) -> TextEngine:
 
 def asked(
     k: int = 0, *, repeats: Sequence[int] = (), lookup: bool = True, **changes: Any
-) -> EngineRequest:
+) -> Parameters:
     """`repeats`: an answer that the prompt holds, and one changed id in it, before it is asked for
     again."""
     body = list(repeats)
     if body:
         body[len(body) // 2] += 1
     rows = [*prompt(1), *body, *prompt(1)]
-    return request(rows, k, TOKENS, ignore_end=True, lookup=lookup, **changes)
+    return request(rows, k, TOKENS, ignore_eos=True, prompt_lookup=lookup, **changes)
 
 
 def copied(result: Answer) -> int:

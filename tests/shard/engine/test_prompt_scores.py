@@ -20,7 +20,7 @@ from exo_node.shard.engine.events import AnswerEnd, Delta
 
 def scores_of(served: Any, **changes: Any) -> tuple[list[TokenLogprobs], list[int], AnswerEnd]:
     """The entries of a prompt, the rows behind each part of them, and the answer's end."""
-    fields = {"top_logprobs": 3, "scores_prompt": True} | changes
+    fields = {"top_logprobs": 3, "prompt_logprobs": True} | changes
     entries, rows = list[TokenLogprobs](), list[int]()
     events = list(served.generate(request(FIRST, fields.pop("k", 0), 4, **fields)))
     for event in events:
@@ -65,7 +65,7 @@ def test_no_forward_has_more_rows_than_its_logits_may(monkeypatch: pytest.Monkey
 def test_a_prompt_with_scores_begins_behind_no_prefix_and_leaves_none() -> None:
     """Its forwards end elsewhere, and rows from the cache have no logits."""
     served = engine(room=ROOM)
-    plain, _, _ = scores_of(served, scores_prompt=False)
+    plain, _, _ = scores_of(served, prompt_logprobs=False)
     warm, _, end = scores_of(served)
     assert not plain and len(warm) == len(FIRST) and end.stats.cached_tokens == 0
     again, _, end = scores_of(served)

@@ -15,7 +15,7 @@ from tables import EndAt, random_table, tell
 from exo_node.mtp.types import Penalties, Round, Sampling
 from exo_node.shard.engine.batch import Batch
 from exo_node.shard.engine.executor import LocalExecutor
-from exo_node.shard.engine.request import EngineRequest, Request
+from exo_node.shard.engine.request import Parameters, Request
 from exo_node.shard.engine.text_engine import TextEngine
 
 PROMPT: list[int] = ORACLE[0]["prompt_ids"]
@@ -33,9 +33,9 @@ def engine(*, bitwise: bool = True) -> TextEngine:
     return text_engine
 
 
-def asked_for(k: int, sampling: Sampling = SAMPLINGS["greedy"]) -> EngineRequest:
+def asked_for(k: int, sampling: Sampling = SAMPLINGS["greedy"]) -> Parameters:
     """With log-probabilities, which tell of a state what tokens may not."""
-    return request(PROMPT, k, TOKENS, ignore_end=True, sampling=sampling, top_logprobs=0)
+    return request(PROMPT, k, TOKENS, ignore_eos=True, sampling=sampling, top_logprobs=0)
 
 
 def answers(rounds: Sequence[Round]) -> list[tuple[object, ...]]:
@@ -43,7 +43,7 @@ def answers(rounds: Sequence[Round]) -> list[tuple[object, ...]]:
 
 
 def rows_of_forwards(
-    text_engine: TextEngine, engine_request: EngineRequest, monkeypatch: pytest.MonkeyPatch
+    text_engine: TextEngine, engine_request: Parameters, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[tuple[Round, ...], list[int]]:
     """The rounds of the answer, and the rows of each forward behind the prompt's."""
     rows: list[int] = []

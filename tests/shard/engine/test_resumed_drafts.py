@@ -16,7 +16,7 @@ from small import small_spec
 
 from exo_node.mtp.drafting.depth import Plan
 from exo_node.mtp.types import Round, Sampling
-from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.parameters import Parameters
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 
@@ -74,7 +74,7 @@ def runner(mode: Mode, **changes: Any) -> TextEngine:
     text_engine = engine_of(_loaded(), stage_spec)
     if mode.stretches:
 
-        def stretches(request: EngineRequest) -> Stretches:
+        def stretches(request: Parameters) -> Stretches:
             del request
             return Stretches()
 
@@ -82,8 +82,8 @@ def runner(mode: Mode, **changes: Any) -> TextEngine:
     return text_engine
 
 
-def request_in(mode: Mode, prompt: Sequence[int] = PROMPT) -> EngineRequest:
-    return request(prompt, mode.k, TOKENS, ignore_end=True, top_logprobs=0, sampling=mode.sampling)
+def request_in(mode: Mode, prompt: Sequence[int] = PROMPT) -> Parameters:
+    return request(prompt, mode.k, TOKENS, ignore_eos=True, top_logprobs=0, sampling=mode.sampling)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ def test_answers_that_do_not_fit_together_come_one_after_the_other() -> None:
     fields: dict[str, Any] = {"num_layers": 6, "native_mtp": True, "context_length": 128}
     stage_spec = spec(small_checkpoint(6), 0, 6, **fields)
     served = engine_of(load_quietly(stage_spec), stage_spec)
-    engine_requests = [request(list(range(5, 85)), 2, 20, ignore_end=True) for _ in range(4)]
+    engine_requests = [request(list(range(5, 85)), 2, 20, ignore_eos=True) for _ in range(4)]
     readers = [Reader(each) for each in engine_requests[1:]]
     ended = list[Reader]()
 

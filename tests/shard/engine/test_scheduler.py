@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
+from engines import request as answer_request
 
 from exo_node.shard.engine.flight import Flight
 from exo_node.shard.engine.request import MAX_UNREAD_EVENTS, Phase, Request
@@ -29,7 +30,10 @@ def request(
     rows_of_prompt = prompt or max(rows, 1)
     step = ends or rows_of_prompt
     borders = [*range(step, rows_of_prompt, step), rows_of_prompt]
-    new_request = Request([1] * rows_of_prompt, borders, 1000, NO_SAMPLER, NO_SAMPLER, **fields)
+    sharing = {name: fields.pop(name) for name in ("cache_salt", "background") if name in fields}
+    k = fields.pop("k", 0)
+    parameters = answer_request([1] * rows_of_prompt, k, 1000, **sharing)
+    new_request = Request(parameters, borders, NO_SAMPLER, NO_SAMPLER, **fields)
     new_request.phase, new_request.rows = phase, rows
     return new_request
 

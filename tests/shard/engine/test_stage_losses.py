@@ -5,11 +5,11 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from engines import changed
 from pipelines import THREE, Pipeline
 from readers import Reader, together
 from staged_readers import alone, few_tokens, lost_of, readers_of, staged, tokens_of
@@ -23,7 +23,7 @@ from exo_node.shard.pipeline.link import Trip
 def follow(pipeline: Pipeline, readers: Sequence[Reader], **changes: Any) -> None:
     """The next attempts, as the entry node makes them of what it was told, give the rest."""
     after = [
-        Reader(replace(r.request, attempt=2, replay=tuple(r.rounds), **changes)) for r in readers
+        Reader(changed(r.request, attempt=2, replay=tuple(r.rounds), **changes)) for r in readers
     ]
     together(pipeline.engine, after)
     for before, reader in zip(readers, after, strict=True):
@@ -79,7 +79,7 @@ def test_a_fault_of_a_shared_forward_ends_no_answer(
     assert len(lost) == 2
     assert all(isinstance(r.fault, StateLost) and "shared" in str(r.fault) for r in lost)
     assert all(tokens_of(r) == alone(r.request) for r in readers if r not in lost)
-    follow(pipeline, lost, after_fault=True)
+    follow(pipeline, lost, alone=True)
 
 
 @pytest.mark.smoke
@@ -108,14 +108,14 @@ def test_where_a_stage_refuses_one_the_others_of_the_forward_go_on_by_another_at
 
     monkeypatch.setattr(pipeline.link, "send", sending)
     together(pipeline.engine, readers)
-    lost = {reader.request.request: reader for reader in lost_of(readers)}
+    lost = {reader.request.name: reader for reader in lost_of(readers)}
     faults = [type(lost[name].fault) for name in members]
     if loss == "replaced":
         assert faults == [PeerLost, StateLost] and len(lost) > 2
     else:
         own = InvalidFrame if loss == "later attempt" else PeerLost
         assert faults == [StateLost, own] and len(lost) == 2
-    assert all(tokens_of(r) == alone(r.request) for r in readers if r.request.request not in lost)
+    assert all(tokens_of(r) == alone(r.request) for r in readers if r.request.name not in lost)
     assert not pipeline.leftovers
     follow(pipeline, list(lost.values()))
 

@@ -15,7 +15,7 @@ from small import PROMPT, small_engine
 
 from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import InvalidRequest
-from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.parameters import Parameters
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.text.codec import TextCodec
 from exo_node.shard.text.grammars.grammar import Gate, TokenGrammar
@@ -45,7 +45,7 @@ def grammar(served: TextEngine, seed: int) -> TokenGrammar:
 
 def structured(
     served: TextEngine, seed: int, k: int, prompt: Sequence[int] = PROMPT, **changes: Any
-) -> EngineRequest:
+) -> Parameters:
     return request(prompt, k, LONG, grammar=grammar(served, seed), **changes)
 
 

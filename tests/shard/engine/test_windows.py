@@ -23,7 +23,7 @@ from exo_node.mtp.caches.window import WindowCache
 from exo_node.mtp.types import Penalties, Sampling
 from exo_node.placement.config import hidden_size
 from exo_node.shard.engine.options import EngineOptions
-from exo_node.shard.engine.request import EngineRequest
+from exo_node.shard.engine.parameters import Parameters
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_limits import StageLimits
@@ -75,15 +75,15 @@ def copying(kind: str, **changes: Any) -> TextEngine:
     return served
 
 
-def asked(repeats: Sequence[int], seed: int, *, lookup: bool) -> EngineRequest:
+def asked(repeats: Sequence[int], seed: int, *, lookup: bool) -> Parameters:
     """The prompt holds the answer with a changed id in it, and its own beginning again."""
     start = ids(150, seed)
     body = [*repeats[: TOKENS // 2], 5, *repeats[TOKENS // 2 + 1 :]]
     prompt = [*start, *body, *ids(90, seed + 1), *start[-40:]]
-    return request(prompt, 0, TOKENS, sampling=OF_FEW, ignore_end=True, lookup=lookup)
+    return request(prompt, 0, TOKENS, sampling=OF_FEW, ignore_eos=True, prompt_lookup=lookup)
 
 
-def repeated(served: TextEngine, seed: int) -> tuple[EngineRequest, Sequence[int]]:
+def repeated(served: TextEngine, seed: int) -> tuple[Parameters, Sequence[int]]:
     """A request whose answer repeats much of its prompt, and that answer without copies."""
     body = answer(served, asked([7] * TOKENS, seed, lookup=False)).ids
     return asked(body, seed, lookup=True), answer(served, asked(body, seed, lookup=False)).ids

@@ -98,7 +98,7 @@ def test_an_engine_answers_as_mlx_lm_does_from_files(name: str, tmp_path: Path) 
     folder = saved(config, tmp_path / "model")
     stage_spec = spec(folder, 0, LAYERS, num_layers=LAYERS)
     got = answer(
-        engine_of(load_quietly(stage_spec), stage_spec), request(PROMPT, 0, 3, ignore_end=True)
+        engine_of(load_quietly(stage_spec), stage_spec), request(PROMPT, 0, 3, ignore_eos=True)
     )
     assert list(got.ids) == mlx_lms(small(config, stock=True), 3)
 

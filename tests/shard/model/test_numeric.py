@@ -54,7 +54,7 @@ def test_the_first_token_without_a_distribution_ends_the_answer(
         result = tell(table, draft, k, **changes)
         if not isinstance(result.end, DraftNotFinite):
             assert isinstance(result.end, NotFinite) and result.end.position == position
-        alone = tell(table, draft, k, batching_reason=AFTER_FAULT, after_fault=True, **changes)
+        alone = tell(table, draft, k, batching_reason=AFTER_FAULT, alone=True, **changes)
         assert isinstance(alone.end, NotFinite) and alone.end.position == position
 
 
@@ -125,8 +125,8 @@ def test_a_broken_head_leaves_the_answer_and_is_parked_with_its_reason(
     plain: TextEngine, k: int
 ) -> None:
     engine = broken_head()
-    expected = answer(plain, request(IDS, 0, 12, ignore_end=True))
-    first = answer(engine, request(IDS, k, 12, ignore_end=True))
+    expected = answer(plain, request(IDS, 0, 12, ignore_eos=True))
+    first = answer(engine, request(IDS, k, 12, ignore_eos=True))
     assert first.ids == expected.ids
     stats = first.stats
     assert (stats.drafter_kind, stats.spec_decode_rounds, stats.head_parked) == (
@@ -135,7 +135,7 @@ def test_a_broken_head_leaves_the_answer_and_is_parked_with_its_reason(
         True,
     )
     assert f"not finite at position {len(IDS) + 1}" in stats.drafting_reason
-    second = answer(engine, request(IDS, k, 12, ignore_end=True))
+    second = answer(engine, request(IDS, k, 12, ignore_eos=True))
     assert second.ids == expected.ids
     assert (second.stats.drafter_kind, second.stats.spec_decode_rounds) == ("none", 0)
     assert second.stats.drafting_reason == stats.drafting_reason

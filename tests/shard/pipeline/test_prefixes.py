@@ -8,13 +8,12 @@ import functools
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import held_prefixes
 import pytest
 from budget import seeds
-from engines import answer, request
+from engines import answer, changed, request
 from held_prefixes import cache_of_stage, counted
 from pipelines import Pipeline, small_pipeline
 from prefixes import ALIEN, CHUNK, FIRST, OTHER, ROOM, SECOND, SYSTEM, turn, two_stages
@@ -53,7 +52,7 @@ def cold(prompt: Sequence[int]) -> tuple[Round, ...]:
 
 def ask(warm: Pipeline, prompt: Sequence[int]) -> int:
     """Checks the answer; the rows that were not read again."""
-    got = answer(warm.engine, request(prompt, 0, TOKENS, ignore_end=True, top_logprobs=0))
+    got = answer(warm.engine, request(prompt, 0, TOKENS, ignore_eos=True, top_logprobs=0))
     assert got.rounds == cold(prompt)
     return got.stats.cached_tokens
 
@@ -160,9 +159,9 @@ def test_what_goes_between_the_question_and_the_first_block_begins_the_answer_an
     with monkeypatch.context() as patched:
         patched.setattr(worker, "cached_ends", goes)
         with pytest.raises(StateLost, match="stage 2 has lost the state"):
-            _ = answer(warm.engine, request(SECOND, 0, TOKENS, ignore_end=True, request="anew"))
+            _ = answer(warm.engine, request(SECOND, 0, TOKENS, ignore_eos=True, name="anew"))
     assert [worker.live_requests for worker in warm.workers] == [0, 0]
-    assert warm.rounds(SECOND, TOKENS, attempt=2, after_fault=True, request="anew") == cold(SECOND)
+    assert warm.rounds(SECOND, TOKENS, attempt=2, alone=True, name="anew") == cold(SECOND)
     assert ask(warm, SECOND) == 460
 
 
@@ -176,11 +175,11 @@ def test_a_resume_on_stages_that_live_goes_on_behind_the_prefix() -> None:
     warm = pipeline()
     _ = ask(warm, FIRST)
     warm.lose(2, 3)
-    log = warm.until_lost(SECOND, TOKENS, request="late")
+    log = warm.until_lost(SECOND, TOKENS, name="late")
     survivor = warm.workers[1]
     survivor.forward = functools.partial(StageWorker.forward, survivor)
-    again = {"attempt": 2, "replay": log, "request": "late", "top_logprobs": 0}
-    got = answer(warm.engine, request(SECOND, 0, TOKENS, ignore_end=True, **again))
+    again = {"attempt": 2, "replay": log, "name": "late", "top_logprobs": 0}
+    got = answer(warm.engine, request(SECOND, 0, TOKENS, ignore_eos=True, **again))
     assert (*log, *got.rounds) == cold(SECOND)
     assert got.stats.cached_tokens == 460, "the first attempt read as far"
 
@@ -213,7 +212,7 @@ def test_bytes_of_each_stage_keep_their_bound_while_requests_run() -> None:
     alone = two_stages("llama", 1, by_own_rows).engine
     talk, cached = [(37 * i + 11) % (VOCABULARY - 1) + 1 for i in range(200)], list[int]()
     for number in range(5):
-        engine_request = request(talk, 0, 70, ignore_end=True, top_logprobs=0)
+        engine_request = request(talk, 0, 70, ignore_eos=True, top_logprobs=0)
         rounds = list[Round]()
         for event in warm.generate(engine_request):
             assert counted(held_prefixes.cache_of(warm)) + warm.cache_bytes() <= room
@@ -222,9 +221,7 @@ def test_bytes_of_each_stage_keep_their_bound_while_requests_run() -> None:
                 rounds.append(event.round)
             elif isinstance(event, AnswerEnd):
                 cached.append(event.stats.cached_tokens)
-        assert (
-            tuple(rounds) == answer(alone, replace(engine_request, request=f"cold-{number}")).rounds
-        )
+        assert tuple(rounds) == answer(alone, changed(engine_request, name=f"cold-{number}")).rounds
         talk = [*talk, *(t for r in rounds for t in r.tokens), *talk[3:60]]
     assert cached[:3] == [0, 192, 320] and 0 < cached[4] < len(talk) - 150
 
@@ -290,7 +287,7 @@ class Trace:
             ]
 
     def _events(self, prompt: Sequence[int]) -> Iterator[object]:
-        fields = {"ignore_end": True, "top_logprobs": 0, "request": next(self._names)}
+        fields = {"ignore_eos": True, "top_logprobs": 0, "name": next(self._names)}
         return self._warm.engine.generate(request(prompt, 0, TOKENS, **fields))
 
     def _cancel(self) -> None:
@@ -316,9 +313,9 @@ class Trace:
             lost = self._draw.choice((1, 2))
             if attempt < 3 and not anew:
                 self._warm.lose(lost, self._draw.randrange(6))
-            fields = {"attempt": attempt, "replay": tuple(log), "after_fault": anew}
+            fields = {"attempt": attempt, "replay": tuple(log), "alone": anew}
             engine_request = request(
-                prompt, 0, TOKENS, ignore_end=True, top_logprobs=0, request=name, **fields
+                prompt, 0, TOKENS, ignore_eos=True, top_logprobs=0, name=name, **fields
             )
             try:
                 for event in self._warm.engine.generate(engine_request):

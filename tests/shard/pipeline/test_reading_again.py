@@ -34,11 +34,11 @@ def test_a_prompt_is_read_again_by_all_stages(
 ) -> None:
     """The last loss comes between the last chunk and the next row."""
     pipeline.lose(lost, after)
-    rounds = pipeline.until_lost(LONG, FEW, request="r1")
+    rounds = pipeline.until_lost(LONG, FEW, name="r1")
     assert rounds == expected[: after == 6]
     assert pipeline.forwards.count(lost) == after
     pipeline.replace(lost)
-    assert pipeline.rounds(LONG, FEW, request="r1", attempt=2) == expected
+    assert pipeline.rounds(LONG, FEW, name="r1", attempt=2) == expected
     assert pipeline.forwards == [1, 2] * (6 + FEW - 1)
 
 
@@ -51,10 +51,10 @@ def test_a_log_of_rejected_drafts_is_repeated_on_every_stage(
     first = pipeline.rounds(prompt, FEW)[0]
     rejected = Round((first.tokens[0],), 2, 0, Forward(len(prompt), 3), first.logprobs)
     log = (first, rejected, replace(rejected, forward=Forward(len(prompt) + 1, 3)))
-    expected = pipeline.rounds(prompt, FEW, request="r1", attempt=2, replay=log)
+    expected = pipeline.rounds(prompt, FEW, name="r1", attempt=2, replay=log)
     assert pipeline.forwards == [1, 2] + [1, 1, 2, 2] + [1, 2] * (FEW - 3)
     pipeline.lose(2, after)
-    assert pipeline.until_lost(prompt, FEW, request="r2", attempt=2, replay=log) == ()
+    assert pipeline.until_lost(prompt, FEW, name="r2", attempt=2, replay=log) == ()
     pipeline.replace(2)
-    assert pipeline.rounds(prompt, FEW, request="r2", attempt=3, replay=log) == expected
+    assert pipeline.rounds(prompt, FEW, name="r2", attempt=3, replay=log) == expected
     assert pipeline.forwards == [1, 2] + [1, 1, 2, 2] + [1, 2] * (FEW - 3)

@@ -43,7 +43,7 @@ def engines() -> dict[str, TextEngine]:
 
 
 def undisturbed(engine: TextEngine, k: int, **changes: Any) -> Answer:
-    return answer(engine, request(PROMPT, k, TOKENS, ignore_end=True, **changes))
+    return answer(engine, request(PROMPT, k, TOKENS, ignore_eos=True, **changes))
 
 
 @functools.cache
@@ -55,7 +55,7 @@ def whole_answer(engine: TextEngine, k: int) -> Answer:
 def resumed(engine: TextEngine, first: Answer, cut: int, k: int, **changes: Any) -> Answer:
     """Another attempt, after `cut` rounds of the first one were handed out."""
     log = first.rounds[:cut]
-    engine_request = request(PROMPT, k, TOKENS, ignore_end=True, attempt=2, replay=log, **changes)
+    engine_request = request(PROMPT, k, TOKENS, ignore_eos=True, attempt=2, replay=log, **changes)
     return answer(engine, engine_request)
 
 
@@ -67,7 +67,7 @@ def test_a_plain_prefill_of_what_was_emitted_gives_another_answer(
     first = whole_answer(engines[name], 0)
     same = [
         answer(
-            engines[name], request([*PROMPT, *first.ids[:cut]], 0, TOKENS - cut, ignore_end=True)
+            engines[name], request([*PROMPT, *first.ids[:cut]], 0, TOKENS - cut, ignore_eos=True)
         ).ids
         == first.ids[cut:]
         for cut in CUTS[1:]
@@ -152,13 +152,13 @@ def test_an_answer_goes_on_when_stages_were_lost(
 ) -> None:
     name = "lost-" + "-".join(map(str, lost))
     pipeline.lose(max(1, *lost, 0), 20)
-    log = pipeline.until_lost(request=name)
+    log = pipeline.until_lost(name=name)
     assert log == expected[:20]
     assert pipeline.engine.cache_bytes() == 0, "nothing is kept for the next attempt"
     assert [worker.live_requests for worker in pipeline.workers] == [0, 0]
     for number in {*lost, max(1, *lost, 0)}:
         pipeline.replace(number)
-    assert pipeline.rounds(attempt=2, replay=log, request=name) == expected[20:]
+    assert pipeline.rounds(attempt=2, replay=log, name=name) == expected[20:]
     assert pipeline.forwards.count(1) == pipeline.forwards.count(2) == len(expected)
 
 
@@ -166,9 +166,9 @@ def test_a_second_loss_while_the_first_is_mended_changes_nothing(
     pipeline: Pipeline, expected: tuple[Round, ...]
 ) -> None:
     pipeline.lose(1, 20)
-    log = pipeline.until_lost(request="second")
+    log = pipeline.until_lost(name="second")
     pipeline.replace(1)
     pipeline.lose(2, 0)
-    assert pipeline.until_lost(request="second", attempt=2, replay=log) == ()
+    assert pipeline.until_lost(name="second", attempt=2, replay=log) == ()
     pipeline.replace(2)
-    assert pipeline.rounds(attempt=3, replay=log, request="second") == expected[20:]
+    assert pipeline.rounds(attempt=3, replay=log, name="second") == expected[20:]

@@ -2,6 +2,8 @@
 
 from array import array
 
+from engines import message
+
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.runner.encodings import (
     MAX_AGE_S,
@@ -42,7 +44,7 @@ def test_all_that_decides_the_ids_decides_the_key() -> None:
         pb.GenerateRequest(),
     ]
     assert len({Encodings.key(request) for request in requests}) == len(requests)
-    other = pb.GenerateRequest(messages=messages, max_tokens=5, request="r", cache_salt=b"a")
+    other = message(messages=messages, max_tokens=5, request="r", cache_salt=b"a")
     assert Encodings.key(other) == Encodings.key(requests[0])
 
 

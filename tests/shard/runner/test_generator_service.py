@@ -9,7 +9,7 @@ from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
-from engines import CHUNK
+from engines import CHUNK, message
 from families_text import codec_of
 from small import PROMPT, small_engine
 
@@ -19,7 +19,8 @@ from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.compute import ComputeThread
 from exo_node.shard.engine.events import Delta, EngineEvent, RebuiltText
 from exo_node.shard.engine.loop_guard import EARLY, LATE, LoopLimits
-from exo_node.shard.engine.request import MAX_UNREAD_EVENTS, EngineRequest
+from exo_node.shard.engine.parameters import Parameters
+from exo_node.shard.engine.request import MAX_UNREAD_EVENTS
 from exo_node.shard.engine.request_limits import RequestLimits
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.runner.generator_service import GeneratorService
@@ -34,7 +35,7 @@ _ANY: Any = None
 
 
 Put = Callable[[Any], None]
-Drive = Callable[[Any, EngineRequest, Put, Put], Any]
+Drive = Callable[[Any, Parameters, Put, Put], Any]
 RUN = SimpleNamespace(cancel=lambda: None, acknowledge=lambda: None)
 
 
@@ -65,7 +66,7 @@ async def _stream(engine: Any, compute: Any, **fields: Any) -> list[pb.GenerateE
     prompts: Any = _Prompts()
     service = GeneratorService(LIMITS, engine, compute, prompts)
     fields = {"sampling": sampling()} | fields
-    request = pb.GenerateRequest(placement=LIMITS.placement, request="r", attempt=1, **fields)
+    request = message(placement=LIMITS.placement, request="r", attempt=1, **fields)
     context: Any = None
     async with asyncio.timeout(30):
         return [event async for event in service.Generate(request, context)]
@@ -75,11 +76,11 @@ def sampling(**fields: Any) -> pb.Sampling:
     return pb.Sampling(temperature=Sampling().temperature, top_p=1, **fields)
 
 
-def generated(**fields: Any) -> tuple[EngineRequest, pb.Started]:
+def generated(**fields: Any) -> tuple[Parameters, pb.Started]:
     """The request that the engine gets, and the first event."""
-    engine_requests: list[EngineRequest] = []
+    engine_requests: list[Parameters] = []
 
-    def drive(_: Any, engine_request: EngineRequest, deliver: Put, on_end: Put) -> Any:
+    def drive(_: Any, engine_request: Parameters, deliver: Put, on_end: Put) -> Any:
         del deliver
         engine_requests.append(engine_request)
         on_end(None)
@@ -92,7 +93,7 @@ def generated(**fields: Any) -> tuple[EngineRequest, pb.Started]:
 def computed(events: Iterable[EngineEvent], **fields: Any) -> list[pb.GenerateEvent]:
     """The events behind the first, where the engine gives these."""
 
-    def drive(_: Any, engine_request: EngineRequest, deliver: Put, on_end: Put) -> Any:
+    def drive(_: Any, engine_request: Parameters, deliver: Put, on_end: Put) -> Any:
         del engine_request
         for event in events:
             deliver(event)
@@ -128,11 +129,13 @@ TOOLS = '[{"type": "function", "function": {"name": "f"}}]'
     [
         ({"tools": TOOLS, "loop_guard": True, "max_tokens": 9}, EARLY),
         ({"tools": TOOLS, "loop_guard": True}, EARLY),
-        ({"tools": TOOLS, "max_tokens": 9}, None),
-        ({"tools": TOOLS}, None),
+        ({"tools": TOOLS, "max_tokens": 9}, EARLY),
+        ({"tools": TOOLS, "loop_guard": False, "max_tokens": 9}, None),
+        ({"tools": TOOLS, "loop_guard": False}, None),
         ({"loop_guard": True}, LATE),
         ({"loop_guard": True, "max_tokens": 9}, None),
-        ({}, None),
+        ({"loop_guard": False}, None),
+        ({}, LATE),
     ],
 )
 def test_an_answer_with_tools_or_without_a_limit_ends_by_its_repeats(
@@ -151,7 +154,7 @@ def test_more_tokens_than_the_context_has_are_cut_and_told(
     max_tokens: int, granted: int | None
 ) -> None:
     engine_request, started = generated(max_tokens=max_tokens, **CHAT)
-    assert engine_request.max_tokens == (granted or CONTEXT - len(IDS))
+    assert engine_request.limits.max_tokens == (granted or CONTEXT - len(IDS))
     cut = ["max_tokens beyond the end of the context"] if max_tokens > CONTEXT else []
     assert list(started.notes) == ["a note", *cut]
 
@@ -224,7 +227,7 @@ def test_a_prefix_is_found_while_the_compute_thread_is_busy() -> None:
         assert events[-1].finished.stats.cached_tokens == 0
         blocked = compute.submit(busy.wait)
         reply = _prefix(served, compute, **fields)
-        unsaved = _prefix(served, compute, no_cache=True, **fields)
+        unsaved = _prefix(served, compute, cache=False, **fields)
         assert not blocked.done()
     finally:
         busy.set()
@@ -250,7 +253,7 @@ def test_a_prompt_is_encoded_once_for_its_look_up_and_its_answer() -> None:
 
     prompts: Any = Prompts()
 
-    def drive(_: Any, request: EngineRequest, deliver: Put, on_end: Put) -> Any:
+    def drive(_: Any, request: Parameters, deliver: Put, on_end: Put) -> Any:
         del request, deliver, on_end
         return RUN
 
@@ -272,5 +275,5 @@ def _prefix(engine: Any, compute: Any, **fields: Any) -> pb.CachedPrefix:
     prompts: Any = _Prompts()
     sender: Any = SimpleNamespace(key="the key")
     service = GeneratorService(LIMITS, engine, compute, prompts, sender)
-    request = pb.GenerateRequest(placement=LIMITS.placement, request="r", attempt=1, **fields)
+    request = message(placement=LIMITS.placement, request="r", attempt=1, **fields)
     return asyncio.run(service.FindPrefix(request, _NO_CONTEXT))

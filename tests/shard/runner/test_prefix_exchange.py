@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from engines import answer, request
+from engines import answer, message, request
 from prefixes import ALIEN, FIRST, ROOM, SECOND, TOKENS, cold, engine
 
 from exo_node.node.machine.timing import LOCAL
@@ -72,7 +72,7 @@ class Runner:
 
 
 def _wire(placement: str, prompt: list[int], k: int = 0, **fields: Any) -> pb.GenerateRequest:
-    return pb.GenerateRequest(
+    return message(
         placement=placement,
         request="r",
         attempt=1,
@@ -143,7 +143,7 @@ def test_an_answer_begins_behind_the_state_of_another_runner(
 
 def test_a_request_that_uses_no_cache_fetches_nothing(source: Runner) -> None:
     async def story(target: Runner, wire: pb.PrefixSource) -> None:
-        finished = await target.ask(SECOND, prefix_source=wire, no_cache=True)
+        finished = await target.ask(SECOND, prefix_source=wire, cache=False)
         assert finished.stats.cached_tokens == 0
         assert target.engine.prefix_cache_bytes == 0
 

@@ -49,7 +49,7 @@ def test_a_quantised_copy_keeps_its_head_and_answers(
     loaded = load_quietly(stage_spec)
     assert loaded.head_state == "loaded"
     plain, drafted = (
-        answer(engine_of(loaded, stage_spec), request([5, 6, 7, 8], k, 6, ignore_end=True))
+        answer(engine_of(loaded, stage_spec), request([5, 6, 7, 8], k, 6, ignore_eos=True))
         for k in (0, 2)
     )
     assert drafted.ids == plain.ids and drafted.stats.proposed_draft_tokens > 0

@@ -46,7 +46,7 @@ def test_a_quantised_copy_without_a_head_says_why_and_answers_with_the_grafted_o
     loaded = load_quietly(stage_spec)
     assert loaded.head_state == "loaded"
     plain, drafted = (
-        answer(engine_of(loaded, stage_spec), request([5, 6, 7, 8], k, 8, ignore_end=True))
+        answer(engine_of(loaded, stage_spec), request([5, 6, 7, 8], k, 8, ignore_eos=True))
         for k in (0, 2)
     )
     assert drafted.ids == plain.ids and drafted.stats.proposed_draft_tokens > 0
