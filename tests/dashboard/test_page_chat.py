@@ -96,7 +96,7 @@ def test_an_answer_that_cannot_be_continued_says_why_and_stays(view: Visit, node
     node.chat.scripts["demo"] = says(then=InvalidRequest("the template cannot continue"))
     again.click()
     expect(answers(view).get_by_role("alert")).to_contain_text(
-        "This answer cannot be continued; “Regenerate” asks for another. the template cannot"
+        "This answer cannot be continued; “Regenerate” asks for another. The template cannot"
     )
     expect(answers(view)).to_contain_text("half")
     expect(again).to_have_count(0)
