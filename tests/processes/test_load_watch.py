@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from engines import last_spec
-from runners import eventually, runner_host
+from runners import eventually, on_answer, runner_host
 
 from exo_node.node.machine.timing import LAN
 from exo_node.node.runners.cpu_time import cpu_seconds
@@ -286,7 +286,7 @@ def test_a_runner_whose_compute_thread_ends_later_is_lost_with_that_reason(
     async def play() -> None:
         exited: list[RunnerProcess] = []
         host = faulty(tmp_path, NUMB_LATER)
-        process = RunnerProcess(last_spec(), exited.append, LAN)
+        process = RunnerProcess(last_spec(), exited.append, on_answer, LAN)
         _ = await process.start(host, lambda _: None)
         (tmp_path / "now").touch()
         _ = await eventually(lambda: bool(exited), 180)

@@ -14,7 +14,7 @@ import mlx.core as mx
 import psutil
 import pytest
 from engines import DEMO, STORY, SUM, last_spec, load_quietly, message, spec
-from runners import KEY, NODE, Child, Placement, eventually, runner_host, shared
+from runners import KEY, NODE, Child, Placement, eventually, on_answer, runner_host, shared
 from test_load_watch import STUCK
 
 from exo_node.node.machine.timing import LAN
@@ -217,7 +217,7 @@ def test_a_failed_load_leaves_neither_state_nor_process(
 
 def test_a_runner_that_dies_while_it_loads_is_a_failed_load(loop: asyncio.Runner) -> None:
     async def play() -> None:
-        process = RunnerProcess(spec(), lambda _: None, LAN)
+        process = RunnerProcess(spec(), lambda _: None, on_answer, LAN)
         loading = asyncio.ensure_future(process.start(runner_host(), lambda _: None))
         _ = await eventually(lambda: process.pid > 0, WITHIN_S)
         os.kill(process.pid, signal.SIGKILL)
@@ -309,7 +309,7 @@ def seeded_cache(tmp_path: Path) -> Path:
 def test_a_requested_stop_is_no_failure(loop: asyncio.Runner) -> None:
     async def play() -> None:
         exited: list[RunnerProcess] = []
-        process = RunnerProcess(last_spec(), exited.append, LAN)
+        process = RunnerProcess(last_spec(), exited.append, on_answer, LAN)
         _ = await process.start(runner_host(), lambda _: None)
         pid = process.pid
         await process.stop()
