@@ -18,6 +18,12 @@ def named_fields(kind: type[Message], source: object) -> dict[str, Any]:
     return {name: value for name, value in values if value is not None}
 
 
+def filled(kind: type[AnyMessage], source: object, **own: Any) -> AnyMessage:
+    """A message with the fields that an object has by the same names, and `own` in place of them;
+    None leaves a field out."""
+    return kind(**(named_fields(kind, source) | own))
+
+
 def changed(message: AnyMessage, **changes: Any) -> AnyMessage:
     """A copy of a message with other values in some fields; None takes a value away."""
     return type(message)(**(set_fields(message) | changes))

@@ -14,6 +14,7 @@ from ...placement.errors import PROMPT, ExoNodeError, InvalidRequest, PeerLost, 
 from ...placement.ids import PlacementId
 from ...placement.sampling_values import SourcedValue
 from ...proto import peer_pb2 as pb
+from ...proto.fields import changed
 from ..machine.tasks import cancel
 from ..machine.timing import Timing
 from ..runners.runner_client import Endpoint, endpoints_of
@@ -69,7 +70,7 @@ class ChatService:
         """Waits for the placement and for the request's turn, then streams; see `requests.Chat`."""
         arrived = self._metrics.now()
         if not self._guards_loops:
-            request = replace(request, guards_loops=False)
+            request = replace(request, limits=changed(request.limits, loop_guard=False))
         prefixes = await replica_prefixes(self._heads, self._runners, request, self.timing)
         embeds = request.embeddings is not None
         claim = Claim(self._heads, request, self.timing, prefixes=prefixes, embeds=embeds)

@@ -16,6 +16,7 @@ from ...placement.errors import ExoNodeError, HeadGone, ModelNotFound, PeerLost
 from ...placement.ids import ModelId, NodeId, PlacementId
 from ...proto import peer_pb2 as pb
 from ...proto.bounds import MAX_REAL
+from ...proto.fields import filled
 from ..machine.tasks import cancel
 from ..machine.timing import Timing
 from ..runners.runner_client import Endpoint
@@ -65,15 +66,12 @@ class Claim:
         model unloaded."""
         self._heads = heads
         self._profile = request.profile
-        self._request = pb.AcquireRequest(
-            model=request.model,
+        self._request = filled(
+            pb.AcquireRequest,
+            request,
             request=request.id,
-            num_draft_tokens=request.num_draft_tokens,
-            draft_policy=request.draft_policy or "",
-            background=request.background,
+            background=request.sharing.background,
             keep_alive_s=_keep_alive(request),
-            trusted=request.trusted,
-            client=request.client,
             release=release,
             prefixes=prefixes,
             embeds=embeds,

@@ -20,8 +20,9 @@ async def replica_prefixes(
     All of them render the same prompt, so one that takes much longer than the first is not waited
     for. It may be chosen all the same.
     """
+    sharing = request.sharing
     generators = heads.generators(request.model)
-    if len(generators) < 2 or not request.uses_cache:
+    if len(generators) < 2 or (sharing.HasField("cache") and not sharing.cache):
         return []
     calls = {
         name: asyncio.ensure_future(

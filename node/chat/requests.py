@@ -4,11 +4,12 @@ import dataclasses
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Protocol
 
 from ...mtp.types import FinishReason, Sampling
 from ...placement.drafting import DraftPolicy
 from ...placement.ids import ModelId, RequestId
+from ...proto import peer_pb2 as pb
 
 PENALTY_FIELDS: Final = {
     "repetition_penalty": "repetition",
@@ -20,24 +21,11 @@ PENALTY_FIELDS: Final = {
 """The fields of `mtp.types.Penalties` by the API's names."""
 
 
-@dataclass(frozen=True, slots=True)
-class Grammar:
-    """A constraint on the answer's text. `field` is the request's field that set it.
-
-    Kind `calls`: calls of the request's tools; `text` comes from `calls_of`.
-    """
-
-    kind: Literal["json_schema", "regex", "lark", "calls"]
-    text: str
-    field: str
-    strict: bool = False
-    """Whether a schema's keywords that cannot be enforced are refused, not left out and named."""
-
-
-def calls_of(names: Sequence[str] | None, *, parallel: bool) -> Grammar:
+def calls_of(names: Sequence[str] | None, *, parallel: bool) -> pb.Grammar:
     """The constraint that the model calls a tool with one of these names; None: any tool."""
     chosen = None if names is None else list(names)
-    return Grammar("calls", json.dumps({"names": chosen, "parallel": parallel}), "tool_choice")
+    text = json.dumps({"names": chosen, "parallel": parallel})
+    return pb.Grammar(kind="calls", text=text, field="tool_choice")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +60,9 @@ class Embeddings:
 class GenerationRequest:
     """A validated request, for an answer unless it has `embeddings`.
 
-    `num_draft_tokens` None takes the card's default, 0 turns drafts off. `max_tokens` None means
-    up to the end of the context. `draft_policy` None follows from `num_draft_tokens` and the node's
-    setting. `top_logprobs` None asks for no log-probabilities, 0 for the emitted tokens' only.
-    A `background` request yields to all others.
+    `num_draft_tokens` None takes the card's default, 0 turns drafts off. `draft_policy` None
+    follows from `num_draft_tokens` and the node's setting. `limits`, `output` and `sharing` are
+    groups of the runner's message, which nothing changes; a profile completes what they leave out.
     """
 
     id: RequestId
@@ -83,13 +70,12 @@ class GenerationRequest:
     """The model itself; `profile` is the name of it that the client gave, if it is one."""
     messages: tuple[Mapping[str, Any], ...]
     sampling: Sampling
-    max_tokens: int | None = None
-    stop: tuple[str, ...] = ()
+    limits: pb.Limits = field(default_factory=pb.Limits)
+    output: pb.Output = field(default_factory=pb.Output)
+    sharing: pb.Sharing = field(default_factory=pb.Sharing)
     profile: str = ""
     num_draft_tokens: int | None = None
     draft_policy: DraftPolicy | None = None
-    top_logprobs: int | None = None
-    background: bool = False
     explicit_fields: frozenset[str] = frozenset()
     """The sampling fields that the request or its profile sets; the model has its own for others,
     see `placement/sampling_values.py`."""
@@ -107,31 +93,19 @@ class GenerationRequest:
     """The client's field that has the prompt, for errors."""
     suffix: str | None = None
     """The text behind a gap that the answer fills; `text` is what is in front of it."""
-    scores_prompt: bool = False
-    """Whether its prompt's tokens get log-probabilities too, with `top_logprobs`."""
     embeddings: Embeddings | None = None
     """Inputs of embeddings, in place of messages."""
     images: tuple[Image, ...] = field(default=(), repr=False)
     """In the order of the parts `{"type": "image"}` in the messages' contents."""
-    grammar: Grammar | None = None
     choice: int = 0
     """Its number among the choices of its client's request: with a seed, it has the seed plus that
     number, modulo 2**64."""
-    call_parts: bool = False
-    """Whether calls come as `CallPart` while they are generated, where their format allows."""
     keep_alive_s: float | None = None
     """How long the model stays loaded afterwards; infinity: for ever, None: the head's setting."""
-    guards_loops: bool | None = None
-    """Whether an answer with tools or without a bound ends where it repeats itself; None: as the
-    profile says, else yes. The node's setting may forbid it."""
-    uses_cache: bool = True
-    """Whether it may begin behind a cached prefix, and its own prompt is cached."""
     trusted: bool = True
     """Whether it may shorten the model's stay, or lengthen it beyond the head's setting."""
     client: str = field(default="", repr=False)
     """The client's identity, for a fair order of turns; empty if unknown."""
-    cache_salt: bytes = field(default=b"", repr=False)
-    """Only requests with the same salt share cached prefixes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,52 +9,37 @@ from ...mtp.types import Sampling
 from ...placement.ids import PlacementId
 from ...placement.sampling_values import API_DEFAULTS, Source, SourcedValue, model_sampling
 from ...proto import peer_pb2 as pb
+from ...proto.fields import changed, filled
 from ..runners.runner_client import Endpoint
 from .requests import PENALTY_FIELDS, Embeddings, GenerationRequest
 
 
 def to_wire(request: GenerationRequest, placed: pb.Placed) -> pb.GenerateRequest:
     s = _sampling(request, placed)
-    sampling = pb.Sampling(
-        temperature=s.temperature,
-        top_p=s.top_p,
-        top_k=s.top_k,
-        min_p=s.min_p,
-        xtc_probability=s.xtc_probability,
-        xtc_threshold=s.xtc_threshold,
-        seed=s.seed,
+    sampling = filled(
+        pb.Sampling,
+        s,
         repetition_penalty=s.penalties.repetition,
         presence_penalty=s.penalties.presence,
         frequency_penalty=s.penalties.frequency,
         penalty_context=s.penalties.context_size,
         logit_bias=dict(s.penalties.logit_bias),
-        min_tokens=s.min_tokens,
     )
-    wire = pb.GenerateRequest(
+    wire = filled(
+        pb.GenerateRequest,
+        request,
         placement=placed.placement,
         request=request.id,
         attempt=1,
+        messages=None,
+        text=None,
+        embeddings=None,
         tools=tools_json(request),
+        images=_images(request),
         bare=request.text is not None or request.ids is not None,
         sampling=sampling,
-        limits=pb.Limits(
-            max_tokens=request.max_tokens, stop=request.stop, loop_guard=request.guards_loops
-        ),
+        output=changed(request.output, continues=_continues(request)),
         drafting=placed.drafting,
-        output=pb.Output(
-            top_logprobs=request.top_logprobs,
-            prompt_logprobs=request.scores_prompt,
-            call_parts=request.call_parts,
-            continues=_continues(request),
-            grammar=_grammar(request),
-        ),
-        sharing=pb.Sharing(
-            background=request.background,
-            cache_salt=request.cache_salt,
-            cache=request.uses_cache,
-        ),
-        suffix=request.suffix,
-        images=_images(request),
     )
     if placed.HasField("prefix_source"):
         wire.prefix_source.CopyFrom(placed.prefix_source)
@@ -114,28 +99,18 @@ def encode_to_wire(request: GenerationRequest) -> pb.EncodeRequest:
 
 def messages_to_wire(request: GenerationRequest) -> pb.Messages:
     options = dict(request.options)
-    if request.grammar is not None and request.grammar.kind == "calls":
-        options["insists"] = json.loads(request.grammar.text)["names"] or []
+    if request.output.grammar.kind == "calls":
+        options["insists"] = json.loads(request.output.grammar.text)["names"] or []
     messages = json.dumps([dict(message) for message in request.messages])
     return pb.Messages(json=messages, options=json.dumps(options) if options else "")
 
 
 def _images(request: GenerationRequest) -> list[pb.Image]:
-    return [
-        pb.Image(data=image.data, media_type=image.media_type, field=image.field)
-        for image in request.images
-    ]
+    return [filled(pb.Image, image) for image in request.images]
 
 
 def tools_json(request: GenerationRequest) -> str:
     return json.dumps([dict(tool) for tool in request.tools]) if request.tools else ""
-
-
-def _grammar(request: GenerationRequest) -> pb.Grammar | None:
-    if (grammar := request.grammar) is None:
-        return None
-    kind, text, field = grammar.kind, grammar.text, grammar.field
-    return pb.Grammar(kind=kind, text=text, field=field, strict=grammar.strict)
 
 
 def sources_of(request: GenerationRequest, placed: pb.Placed) -> dict[str, SourcedValue]:

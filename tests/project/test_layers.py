@@ -76,16 +76,16 @@ ROOMS: dict[str, str] = {
         "node/chat node/join node/trust node/machine"
     ),
     "node/api/ollama": (
-        "placement mtp node/api/operations node/api/shared node/api/http node/chat node/trust"
+        "placement proto mtp node/api/operations node/api/shared node/api/http node/chat node/trust"
     ),
-    "node/api/messages": "placement node/api/openai node/api/shared node/api/http node/chat",
+    "node/api/messages": "placement proto node/api/openai node/api/shared node/api/http node/chat",
     "node/api/responses": (
-        "placement node/api/openai node/api/shared node/api/http "
+        "placement proto node/api/openai node/api/shared node/api/http "
         "node/chat node/responses node/machine"
     ),
-    "node/api/openai": "placement mtp node/api/shared node/api/http node/chat",
+    "node/api/openai": "placement mtp proto node/api/shared node/api/http node/chat",
     "node/api/operations": "placement node/api/http node/join node/machine",
-    "node/api/shared": "placement mtp node/api/http node/chat node/machine",
+    "node/api/shared": "placement mtp proto node/api/http node/chat node/machine",
     "node/api/http": "placement node/chat node/trust node/machine",
     "node": (
         "placement proto mtp dashboard "

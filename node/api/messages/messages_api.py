@@ -7,6 +7,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....placement.ids import ModelId, RequestId
+from ....proto import peer_pb2 as pb
+from ....proto.fields import filled
 from ...chat.images import gathered
 from ...chat.requests import (
     CallPart,
@@ -56,14 +58,14 @@ def _parse(body: MessagesBody, request_id: RequestId) -> Exchange:
         images=images,
         sampling=sampling,
         explicit_fields=explicit_fields,
-        max_tokens=body.max_tokens,
-        uses_cache=body.cache is not False,
-        guards_loops=body.loop_guard,
-        stop=tuple(body.stop_sequences or ()),
+        limits=filled(pb.Limits, body, stop=body.stop_sequences),
+        output=pb.Output(
+            call_parts=bool(body.stream),
+            grammar=one_grammar(body.required_call(tools), body.form, ignored),
+        ),
+        sharing=filled(pb.Sharing, body),
         tools=tools,
         options=body.options,
-        grammar=one_grammar(body.required_call(tools), body.form, ignored),
-        call_parts=bool(body.stream),
     )
     renderer = _MessageRenderer(body.model, request_id)
     return Exchange(request, [renderer], bool(body.stream), tuple(dict.fromkeys(ignored)))

@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from ....mtp.types import Sampling
 from ....placement.ids import ModelId, RequestId
+from ....proto import peer_pb2 as pb
 from ...chat.requests import Embeddings, Finished, GenerationRequest, Part
 from ..http.bodies import StrictBody, TolerantBody, unknown_fields
 from ..http.dialects import OLLAMA, OPENAI, Dialect, Exchange, WholeAnswer, WireFormat
@@ -131,8 +132,7 @@ def _request(
         Sampling(),
         num_draft_tokens=None,
         embeddings=embeddings,
-        background=background,
-        uses_cache=False,
+        sharing=pb.Sharing(background=background, cache=False),
         keep_alive_s=body.keep_alive,
     )
 

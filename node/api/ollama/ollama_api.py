@@ -12,6 +12,8 @@ from starlette.responses import Response
 from ....mtp.types import Sampling
 from ....placement.errors import InvalidRequest
 from ....placement.ids import RequestId
+from ....proto import peer_pb2 as pb
+from ....proto.fields import filled
 from ...chat.images import gathered
 from ...chat.requests import CallPart, Finished, GenerationRequest, Part, ReasoningDelta, TextDelta
 from ...trust.local_token import TOKEN_FILE, TOKEN_HEADER
@@ -77,13 +79,11 @@ def _request(
         model=body.id,
         sampling=sampling,
         explicit_fields=explicit_fields,
-        max_tokens=options.token_limit,
-        stop=tuple(options.stop or ()),
+        limits=filled(pb.Limits, body, max_tokens=options.token_limit, stop=options.stop),
+        output=pb.Output(grammar=body.form),
+        sharing=filled(pb.Sharing, body),
         num_draft_tokens=options.draft_num_predict,
-        uses_cache=body.cache is not False,
-        guards_loops=body.loop_guard,
         options=body.template_options,
-        grammar=body.form,
         messages=messages,
         images=images,
         tools=tools,

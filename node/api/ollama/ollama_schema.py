@@ -7,8 +7,8 @@ from pydantic import BeforeValidator, Field
 from ....mtp.types import Penalties, Sampling
 from ....placement.errors import UnsupportedParameter
 from ....placement.ids import ModelId
+from ....proto.peer_pb2 import Grammar
 from ...chat.images import content_of
-from ...chat.requests import Grammar
 from ..http.bodies import TolerantBody
 from ..http.keep_alive import KeepAlive
 from ..shared.chat_message import ChatMessage

@@ -7,6 +7,8 @@ from starlette.requests import Request
 
 from ....mtp.types import Sampling
 from ....placement.ids import ModelId, RequestId
+from ....proto import peer_pb2 as pb
+from ....proto.fields import filled
 from ...chat.images import gathered
 from ...chat.requests import GenerationRequest
 from ..http.dialects import Dialect, Exchange
@@ -45,16 +47,16 @@ def _request(body: CompletionBody, request_id: RequestId, number: int) -> Genera
         bare_request(body.model, name, body.prompt[number], field),
         sampling=sampling,
         explicit_fields=explicit_fields,
-        max_tokens=body.token_limit,
-        stop=tuple(body.stop or ()),
+        limits=filled(pb.Limits, body, max_tokens=body.token_limit, ignore_eos=None),
+        output=pb.Output(
+            top_logprobs=0 if body.logprobs is None and body.scores_prompt else body.logprobs,
+            prompt_logprobs=body.scores_prompt,
+            grammar=body.form,
+        ),
+        sharing=filled(pb.Sharing, body),
         num_draft_tokens=body.num_draft_tokens,
         draft_policy=body.draft_policy,
-        background=body.background,
-        uses_cache=body.cache is not False,
-        grammar=body.form,
         suffix=body.suffix or None,
-        top_logprobs=0 if body.logprobs is None and body.scores_prompt else body.logprobs,
-        scores_prompt=body.scores_prompt,
         keep_alive_s=body.keep_alive,
     )
 

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from typing import Any, Final, assert_never
 
 from ....placement.ids import ModelId, RequestId
+from ....proto import peer_pb2 as pb
+from ....proto.fields import filled
 from ...chat.images import gathered
 from ...chat.requests import (
     CallPart,
@@ -41,18 +43,17 @@ def _parse(body: ChatBody, request_id: RequestId) -> Exchange:
         images=images,
         sampling=sampling,
         explicit_fields=explicit_fields,
-        max_tokens=body.token_limit,
-        stop=tuple(body.stop or ()),
+        limits=filled(pb.Limits, body, max_tokens=body.token_limit, ignore_eos=None),
+        output=pb.Output(
+            top_logprobs=body.num_logprobs,
+            call_parts=bool(body.stream),
+            grammar=body.required_call or body.form,
+        ),
+        sharing=filled(pb.Sharing, body),
         num_draft_tokens=body.num_draft_tokens,
         draft_policy=body.draft_policy,
         tools=body.callable_tools,
         options=body.template_options,
-        top_logprobs=body.num_logprobs,
-        background=body.background,
-        uses_cache=body.cache is not False,
-        guards_loops=body.loop_guard,
-        grammar=body.required_call or body.form,
-        call_parts=bool(body.stream),
         keep_alive_s=body.keep_alive,
     )
     options = body.stream_options

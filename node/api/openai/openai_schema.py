@@ -12,7 +12,8 @@ from typing import Annotated, Any, ClassVar, Final
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from ...chat.requests import Grammar, calls_of
+from ....proto.peer_pb2 import Grammar
+from ...chat.requests import calls_of
 from ..http.bodies import StrictBody, unknown_fields, unsupported
 from ..http.keep_alive import KeepAlive
 from ..http.strict_json import encode

@@ -17,6 +17,8 @@ from starlette.responses import Response
 
 from ....placement.errors import InvalidRequest, ResponseNotFound, UnsupportedParameter
 from ....placement.ids import ModelId, RequestId
+from ....proto import peer_pb2 as pb
+from ....proto.fields import changed, filled
 from ...chat.images import gathered
 from ...chat.requests import GenerationRequest
 from ...responses.store import NewResponse
@@ -73,14 +75,14 @@ def parsed_response(
         images=images,
         sampling=sampling,
         explicit_fields=explicit_fields,
-        max_tokens=body.max_output_tokens,
+        limits=filled(pb.Limits, body, max_tokens=body.max_output_tokens),
+        output=pb.Output(
+            call_parts=bool(body.stream),
+            grammar=one_grammar(body.required_call(tools), body.form, ignored),
+        ),
+        sharing=filled(pb.Sharing, body, background=body.service_tier == "flex"),
         tools=body.callable_functions(tools),
         options=body.options,
-        background=body.service_tier == "flex",
-        uses_cache=body.cache is not False,
-        guards_loops=body.loop_guard,
-        grammar=one_grammar(body.required_call(tools), body.form, ignored),
-        call_parts=bool(body.stream),
     )
     renderer = ResponseRenderer(body, request_id, tools)
     exchange = Exchange(request, [renderer], bool(body.stream), tuple(dict.fromkeys(ignored)))
@@ -167,7 +169,8 @@ class ResponsesApi:
         """Starts an answer that is stored, and follows it unless it is in the background."""
         exchange = parsed.exchange
         is_followed = exchange.stream or parsed.body.background is True
-        generation = of_client(request, replace(exchange.request, call_parts=is_followed))
+        output = changed(exchange.request.output, call_parts=is_followed)
+        generation = of_client(request, replace(exchange.request, output=output))
         profiled = await self._answering.profiled(generation)
         run = await runs.start(
             _new_response(request, parsed),

@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import Field
 
 from ....placement.errors import InvalidRequest, UnsupportedParameter
+from ....proto.peer_pb2 import Grammar
 from ...chat.images import Content, latest_user_turn
-from ...chat.requests import Grammar
 from ..http.bodies import TolerantBody
 from ..shared.history import History, HistoryBody, role_of
 from ..shared.message_parts import Parts, content_for_template, plain_text

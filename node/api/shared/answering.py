@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from ....placement.errors import ExoNodeError
 from ....placement.ids import RequestId
+from ....proto.fields import changed
 from ...chat.requests import (
     AnswerProgress,
     CallPart,
@@ -127,7 +128,7 @@ def of_client(request: Request, generation: GenerationRequest) -> GenerationRequ
     return replace(
         generation,
         trusted=state.trusted,
-        cache_salt=state.cache_salt,
+        sharing=changed(generation.sharing, cache_salt=state.cache_salt),
         client=state.cache_salt.hex() or (request.client.host if request.client else ""),
     )
 

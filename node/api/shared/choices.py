@@ -53,8 +53,8 @@ class LogprobLimit:
 
     def __init__(self, requests: Sequence[GenerationRequest]) -> None:
         self._count = 0
-        asking = [each for each in requests if each.top_logprobs is not None]
-        declared = sum((1 + (r.top_logprobs or 0)) * (r.max_tokens or 0) for r in asking)
+        asking = [each for each in requests if each.output.HasField("top_logprobs")]
+        declared = sum((1 + r.output.top_logprobs) * r.limits.max_tokens for r in asking)
         self._check(declared, "may come to")
 
     def add(self, entries: Sequence[TokenLogprob]) -> None:

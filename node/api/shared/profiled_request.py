@@ -7,6 +7,8 @@ from typing import Any
 from ....mtp.types import Sampling
 from ....placement.errors import ExoNodeError, ModelNotFound
 from ....placement.ids import ModelId
+from ....proto import peer_pb2 as pb
+from ....proto.fields import completed, filled
 from ...chat.requests import PENALTY_FIELDS, GenerationRequest
 from .profile_file import Profile, ProfileFile
 from .thinking_schema import merge_options
@@ -40,13 +42,10 @@ def apply_profile(profile: Profile, request: GenerationRequest) -> GenerationReq
         sampling=_sampling(request, sampling, own_fields),
         explicit_fields=request.explicit_fields | own_fields,
         profile_fields=own_fields,
-        max_tokens=request.max_tokens or profile.max_tokens,
-        stop=request.stop or tuple(profile.stop or ()),
+        limits=completed(request.limits, filled(pb.Limits, profile)),
+        sharing=completed(request.sharing, filled(pb.Sharing, profile)),
         num_draft_tokens=profile.num_draft_tokens if k is None else k,
         draft_policy=request.draft_policy or profile.draft_policy,
-        background=request.background or profile.background,
-        uses_cache=request.uses_cache and profile.cache is not False,
-        guards_loops=profile.loop_guard if request.guards_loops is None else request.guards_loops,
         keep_alive_s=keep_alive,
         trusted=trusted,
     )

@@ -9,7 +9,8 @@ from pydantic_core import PydanticCustomError
 
 from ....mtp.types import Penalties, Sampling
 from ....placement.sampling_values import API_DEFAULTS
-from ...chat.requests import PENALTY_FIELDS, Grammar
+from ....proto.peer_pb2 import Grammar
+from ...chat.requests import PENALTY_FIELDS
 from ..http.bodies import StrictBody
 from .structured_schema import GrammarText, ResponseFormat
 
@@ -145,9 +146,9 @@ class SamplingBody(StrictBody):
     def form(self) -> Grammar | None:
         """The constraint on the answer's text."""
         if self.grammar is not None:
-            return Grammar("lark", self.grammar, "grammar")
+            return Grammar(kind="lark", text=self.grammar, field="grammar")
         if self.regex is not None:
-            return Grammar("regex", self.regex, "regex")
+            return Grammar(kind="regex", text=self.regex, field="regex")
         response_format = self.response_format
         return None if response_format is None else response_format.grammar("response_format")
 

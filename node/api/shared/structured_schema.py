@@ -5,7 +5,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
-from ...chat.requests import Grammar
+from ....proto.peer_pb2 import Grammar
 from ..http.bodies import StrictBody
 from ..http.strict_json import encode
 
@@ -60,7 +60,7 @@ class ResponseFormat(StrictBody):
 def schema_grammar(schema: Schema | None, field: str, *, strict: bool = False) -> Grammar:
     """The grammar of a schema; None: any JSON object."""
     text = _ANY_OBJECT if schema is None else encode(schema).decode()
-    return Grammar("json_schema", text, field, strict)
+    return Grammar(kind="json_schema", text=text, field=field, strict=strict)
 
 
 def one_grammar(call: Grammar | None, form: Grammar | None, ignored: list[str]) -> Grammar | None:

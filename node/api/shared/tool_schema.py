@@ -8,7 +8,8 @@ from pydantic import AfterValidator, Field, StringConstraints
 from pydantic_core import PydanticCustomError
 
 from ....placement.errors import InvalidRequest
-from ...chat.requests import Grammar, calls_of
+from ....proto.peer_pb2 import Grammar
+from ...chat.requests import calls_of
 from ..http.bodies import StrictBody
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

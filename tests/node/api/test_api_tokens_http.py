@@ -84,7 +84,7 @@ def test_prompts_of_different_tokens_are_kept_apart_and_the_users_own_are_togeth
 
     def salt(headers: dict[str, str]) -> bytes:
         assert served.node.ask("POST", CHAT, chat_body(), headers).status == 200
-        return served.node.chat.requests[-1].cache_salt
+        return served.node.chat.requests[-1].sharing.cache_salt
 
     assert salt({}) == salt({TOKEN_HEADER: served.local.text}) == b""
     one, two = (create_token(served.folder, name) for name in ("one", "two"))
@@ -103,7 +103,7 @@ def test_prompts_of_different_tokens_are_kept_apart_and_the_users_own_are_togeth
         ("/api/generate", {"model": "demo", "prompt": "a", "stream": False}),
     ):
         assert served.node.ask("POST", where, body, bearer(two)).status == 200
-        assert served.node.chat.requests[-1].cache_salt == salts[1], where
+        assert served.node.chat.requests[-1].sharing.cache_salt == salts[1], where
     assert revoke_token(served.folder, "one") == 1
     again = create_token(served.folder, "one")
     assert salt(bearer(again)) not in salts, "a token of the same name may be another's"

@@ -152,5 +152,5 @@ def test_parts_are_asked_for_by_streams_of_dialects_that_have_them(node: Node) -
     for stream in (True, False):
         for path, body in bodies.items():
             _ = node.ask("POST", path, {"model": "demo", "stream": stream, **body})
-    flags = [request.call_parts for request in node.chat.requests]
+    flags = [request.output.call_parts for request in node.chat.requests]
     assert flags == [True, True, True, False, False, False, False, False]

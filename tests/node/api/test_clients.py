@@ -53,8 +53,8 @@ def test_openais_client_completes_a_text(node: Node, openai: Any) -> None:
     stream = openai.completions.create(model="demo", prompt=[1, 2], stream=True)
     assert "".join(chunk.choices[0].text for chunk in stream) == "héllo"
     first, second = node.chat.requests
-    assert (first.text, first.ids, first.max_tokens) == ("Once", None, 5)
-    assert (second.text, second.ids, second.max_tokens) == (None, (1, 2), 16)
+    assert (first.text, first.ids, first.limits.max_tokens) == ("Once", None, 5)
+    assert (second.text, second.ids, second.limits.max_tokens) == (None, (1, 2), 16)
 
 
 def test_texts_and_ids_are_told_without_an_answer(node: Node) -> None:
@@ -222,7 +222,7 @@ def test_openais_client_gets_a_response(node: Node, openai: Any) -> None:
     assert response.usage is not None and response.usage.output_tokens == 3
     (request,) = node.chat.requests
     assert [m["role"] for m in request.messages] == ["system", "user"]
-    assert (request.max_tokens, request.tools[0]["function"]["name"]) == (9, "weather")
+    assert (request.limits.max_tokens, request.tools[0]["function"]["name"]) == (9, "weather")
 
 
 def test_a_response_that_breaks_off_ends_as_failed(node: Node, openai: Any) -> None:
@@ -347,7 +347,7 @@ def test_ollamas_client_generates(node: Node, ollama: Any) -> None:
     assert ollama.generate(model="demo", prompt="").done_reason == "load"
     first, second, third = node.chat.requests
     assert [m["role"] for m in first.messages] == ["system", "user"]
-    assert (first.max_tokens, first.num_draft_tokens) == (7, 2)
+    assert (first.limits.max_tokens, first.num_draft_tokens) == (7, 2)
     assert first.sampling.temperature == 0 and "temperature" in first.explicit_fields
     assert (second.text, third.text) == ("hi", ".")
 
@@ -451,7 +451,7 @@ def test_every_dialect_says_what_an_answer_may_be(node: Node, openai: Any, ollam
     body = {"model": "demo", "max_tokens": 5, "messages": ASK, "output_config": output}
     assert node.ask("POST", "/v1/messages", body).status == 200
     _ = ollama.generate(model="demo", prompt="hi", format="json")
-    forms = [request.grammar for request in node.chat.requests]
+    forms = [request.output.grammar for request in node.chat.requests]
     assert [form.field for form in forms if form] == [
         "response_format",
         "text.format",
@@ -481,7 +481,11 @@ def test_every_dialect_can_insist_on_a_call(node: Node, openai: Any) -> None:
     body |= {"tools": [{"name": "weather", "input_schema": PARAMETERS}]}
     for kind in ({"type": "any"}, {"type": "tool", "name": "weather"}):
         assert node.ask("POST", "/v1/messages", body | {"tool_choice": kind}).status == 200
-    names = [json.loads(r.grammar.text)["names"] for r in node.chat.requests if r.grammar]
+    names = [
+        json.loads(r.output.grammar.text)["names"]
+        for r in node.chat.requests
+        if r.output.grammar.text
+    ]
     assert names == [None, ["weather"]] * 3
 
 
@@ -497,8 +501,7 @@ def test_openais_client_parses_into_a_class(node: Node, openai: Any) -> None:
     completion = parse(model="demo", messages=ASK, response_format=Person)
     assert completion.choices[0].message.parsed == Person(name="Ada", age=36)
     (request,) = node.chat.requests
-    assert request.grammar is not None
-    assert json.loads(request.grammar.text)["required"] == ["name", "age"]
+    assert json.loads(request.output.grammar.text)["required"] == ["name", "age"]
 
 
 @pytest.mark.parametrize("media_type", ["", "application/x-www-form-urlencoded"])
@@ -601,7 +604,7 @@ def test_llm_answers_streams_calls_and_keeps_a_conversation(
     assert "".join(conversation.prompt("again", temperature=0.5, max_tokens=9)) == "héllo"
     request = node.chat.requests[-1]
     assert [message["content"] for message in request.messages] == ["hi", "héllo", "again"]
-    assert (request.sampling.temperature, request.max_tokens) == (0.5, 9)
+    assert (request.sampling.temperature, request.limits.max_tokens) == (0.5, 9)
     thinks = kinds.Chat(model_name="thinks", **options)
     thinks.key = "any"
     tool = llm.Tool(name="weather", description="", input_schema=PARAMETERS)

@@ -19,6 +19,7 @@ from exo_node.node.chat.requests import (
     TextDelta,
     TokenLogprob,
 )
+from exo_node.proto import peer_pb2 as pb
 
 
 def scored(id: int, raw: bytes, logprob: float = -1.0) -> TokenLogprob:
@@ -91,7 +92,7 @@ def test_log_probabilities_are_four_lists(spoken: Node, openai: Any) -> None:
     assert body["choices"][0]["logprobs"] == OF_ANSWER
     assert streamed(openai, logprobs=2) == (" wé", OF_ANSWER)
     (first, _) = spoken.chat.requests
-    assert (first.top_logprobs, first.scores_prompt) == (2, False)
+    assert (first.output.top_logprobs, first.output.prompt_logprobs) == (2, False)
 
 
 @pytest.mark.parametrize(
@@ -104,13 +105,13 @@ def test_each_token_has_the_alternatives_that_were_asked_for(
     body = complete(spoken, **fields)
     assert (body["choices"][0]["logprobs"] is None) is (top is None)
     (request,) = spoken.chat.requests
-    assert request.top_logprobs == top
+    assert request.output == pb.Output(top_logprobs=top)
 
 
 def test_the_prompt_is_echoed_in_front_of_the_answer(node: Node, openai: Any) -> None:
     assert complete(node, echo=True)["choices"][0]["text"] == "Hellohéllo"
     assert streamed(openai, extra_body={"echo": True})[0] == "Hellohéllo"
-    assert {(r.scores_prompt, r.top_logprobs) for r in node.chat.requests} == {(False, None)}
+    assert all(request.output == pb.Output() for request in node.chat.requests)
     for off in (False, None):
         assert complete(node, echo=off)["choices"][0]["text"] == "héllo"
 
@@ -122,7 +123,7 @@ def test_an_echo_with_log_probabilities_has_the_prompts_first_without_one(
     assert body["choices"][0]["logprobs"] == OF_ALL
     assert body["choices"][0]["text"] == "Hello wé"
     assert streamed(openai, echo=True, logprobs=2) == ("Hello wé", OF_ALL)
-    assert all(request.scores_prompt for request in echoed.chat.requests)
+    assert all(request.output.prompt_logprobs for request in echoed.chat.requests)
 
 
 @pytest.mark.parametrize("logprobs", [None, 2])
@@ -136,7 +137,7 @@ def test_a_prompt_in_ids_is_echoed_as_the_text_of_its_tokens(
     assert text == choice["text"]
     assert (choice["logprobs"] or {}) == lists
     assert lists.get("text_offset", [0, 3, 6, 8, 10]) == [0, 3, 6, 8, 10]
-    assert {r.top_logprobs for r in echoed.chat.requests} == {logprobs or 0}
+    assert {r.output.top_logprobs for r in echoed.chat.requests} == {logprobs or 0}
 
 
 def test_no_tokens_are_the_echo_alone(echoed: Node, openai: Any) -> None:
@@ -148,7 +149,7 @@ def test_no_tokens_are_the_echo_alone(echoed: Node, openai: Any) -> None:
     assert body["usage"]["completion_tokens"] == 0 and body["usage"]["total_tokens"] == 3
     text, lists = streamed(openai, echo=True, logprobs=1, max_tokens=0)
     assert (text, lists["token_logprobs"]) == ("Hello", [None, -2.0, -3.0])
-    assert {request.max_tokens for request in echoed.chat.requests} == {1}
+    assert {request.limits.max_tokens for request in echoed.chat.requests} == {1}
     several = complete(echoed, echo=True, max_tokens=0, n=3)["usage"]
     assert several["completion_tokens"] == 0 and several["total_tokens"] == 3
 

@@ -9,6 +9,7 @@ from http_node import ASK, Node
 
 from exo_node.mtp.types import Penalties, Sampling
 from exo_node.node.chat.requests import GenerationRequest, Started, TextDelta
+from exo_node.proto.fields import set_fields
 
 OLLAMA: dict[str, Any] = {"messages": ASK, "stream": False}
 MESSAGES: dict[str, Any] = {"messages": ASK, "max_tokens": 9}
@@ -139,7 +140,7 @@ def test_each_dialects_limits_are_the_answers(
     running: Node, path: str, body: dict[str, Any], tokens: int, stop: tuple[str, ...]
 ) -> None:
     request = request_of(running, path, body)
-    assert (request.max_tokens, request.stop) == (tokens, stop)
+    assert (request.limits.max_tokens, tuple(request.limits.stop)) == (tokens or 0, stop)
 
 
 @pytest.mark.parametrize("only_one", [None, False, True])
@@ -150,8 +151,7 @@ def test_messages_may_forbid_parallel_calls(running: Node, only_one: bool | None
     request = request_of(
         running, "/v1/messages", {**MESSAGES, "tools": [TOOL], "tool_choice": choice}
     )
-    assert request.grammar is not None
-    assert json.loads(request.grammar.text)["parallel"] is (only_one is not True)
+    assert json.loads(request.output.grammar.text)["parallel"] is (only_one is not True)
 
 
 DIALECTS: list[tuple[str, dict[str, Any]]] = [
@@ -170,8 +170,8 @@ def test_each_dialect_may_keep_a_prompt_out_of_the_cache(
 ) -> None:
     for value, uses_cache in ((False, False), (True, True), (None, True)):
         request = request_of(running, path, {**body, "cache": value})
-        assert request.uses_cache is uses_cache, value
-    assert request_of(running, path, body).uses_cache
+        assert set_fields(request.sharing).get("cache", True) is uses_cache, value
+    assert not request_of(running, path, body).sharing.HasField("cache")
 
 
 WITH_TOOLS = [row for row in DIALECTS if row[0] != "/v1/completions"]
@@ -183,5 +183,5 @@ def test_each_dialect_with_tools_may_let_an_answer_repeat_itself(
 ) -> None:
     for value in (False, True, None):
         request = request_of(running, path, {**body, "loop_guard": value})
-        assert request.guards_loops is value
-    assert request_of(running, path, body).guards_loops is None
+        assert set_fields(request.limits).get("loop_guard") is value
+    assert not request_of(running, path, body).limits.HasField("loop_guard")

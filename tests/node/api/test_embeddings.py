@@ -75,7 +75,7 @@ def test_openais_client_gets_embeddings_in_the_order_of_its_inputs(node: Node, o
         Embeddings(((1, 2), (3,), (4,))),
         Embeddings(((1, 2),), truncate=True),
     ]
-    assert not any(request.uses_cache for request in node.chat.requests)
+    assert not any(request.sharing.cache for request in node.chat.requests)
 
 
 def test_base64_is_float32_little_endian(node: Node) -> None:
@@ -117,7 +117,7 @@ def test_an_input_that_was_cut_is_named_in_the_header(node: Node) -> None:
 def test_background_and_the_clients_identity_reach_the_request(node: Node) -> None:
     _ = node.ask("POST", "/v1/embeddings", {"model": "one", "input": "a", "background": True})
     [request] = node.chat.requests
-    assert request.background and request.client == "127.0.0.1"
+    assert request.sharing.background and request.client == "127.0.0.1"
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -33,6 +33,8 @@ from exo_node.placement.errors import (
     PeerLost,
     QueueFull,
 )
+from exo_node.proto import peer_pb2 as pb
+from exo_node.proto.fields import set_fields
 
 USAGE = {
     "prompt_tokens": 3,
@@ -289,7 +291,7 @@ def test_logprobs_and_draft_policy_reach_the_chat_service(
 ) -> None:
     node.chat_reply(**fields)
     (request,) = node.chat.requests
-    assert (request.top_logprobs, request.draft_policy) == expected
+    assert (set_fields(request.output).get("top_logprobs"), request.draft_policy) == expected
 
 
 def test_the_request_reaches_the_chat_service_with_what_it_leaves_to_the_card(node: Node) -> None:
@@ -307,7 +309,8 @@ def test_the_request_reaches_the_chat_service_with_what_it_leaves_to_the_card(no
     assert request.id == reply.headers["x-request-id"]
     assert request.sampling == Sampling(temperature=0, min_p=0.25, seed=5)
     assert request.explicit_fields == {"temperature", "min_p", "seed"}
-    assert (request.stop, request.max_tokens, request.num_draft_tokens) == (("END",), 20, 0)
+    limits = pb.Limits(stop=["END"], max_tokens=20)
+    assert (request.limits, request.num_draft_tokens) == (limits, 0)
     assert request.messages == (
         {"role": "system", "content": "s"},
         {"role": "user", "content": "u"},
@@ -318,14 +321,14 @@ def test_a_top_p_of_0_is_the_likeliest_token_and_minus_one_is_nothing(node: Node
     node.chat_reply(top_p=0, seed=-1, max_tokens=-1)
     (request,) = node.chat.requests
     assert 0 < request.sampling.top_p < 1e-6  # 0 would be no filter at all
-    assert (request.sampling.seed, request.max_tokens) == (None, None)
+    assert (request.sampling.seed, request.limits) == (None, pb.Limits())
     assert "seed" not in request.explicit_fields
 
 
 def test_what_is_not_given_is_left_to_the_card_and_the_context(node: Node) -> None:
     node.chat_reply()
     (request,) = node.chat.requests
-    assert (request.max_tokens, request.num_draft_tokens, request.stop) == (None, None, ())
+    assert (request.limits, request.num_draft_tokens) == (pb.Limits(), None)
 
 
 REFUSALS: list[tuple[ExoNodeError, int, str, str | None, str | None]] = [

@@ -251,7 +251,7 @@ def test_a_choice_of_tools_is_read_in_each_of_its_forms(
     raw = json.dumps({"model": "m", "input": "x", "tools": flat, "tool_choice": choice}).encode()
     exchange = parsed_response(parse_body(raw, ResponsesBody), RequestId("req_0")).exchange
     assert tuple(tool["function"]["name"] for tool in exchange.request.tools) == names
-    assert (exchange.request.grammar is not None) is insists
+    assert exchange.request.output.HasField("grammar") is insists
 
 
 def test_a_choice_of_a_dropped_tool_is_dropped_with_it() -> None:
@@ -259,7 +259,7 @@ def test_a_choice_of_a_dropped_tool_is_dropped_with_it() -> None:
     body = {"model": "m", "input": "x", "tools": [hosted], "tool_choice": hosted}
     raw = json.dumps(body).encode()
     exchange = parsed_response(parse_body(raw, ResponsesBody), RequestId("req_0")).exchange
-    assert exchange.request.grammar is None
+    assert not exchange.request.output.HasField("grammar")
     assert set(exchange.ignored) == {"tool_choice of type web_search", "tools[] of type web_search"}
 
 

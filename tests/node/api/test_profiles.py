@@ -33,6 +33,7 @@ num_draft_tokens = 2
 reasoning_effort = "high"
 keep_alive = "10m"
 loop_guard = false
+cache = false
 chat_template_kwargs = { thinking_budget = 100, enable_thinking = true }
 
 [lost]
@@ -85,11 +86,11 @@ def test_a_profile_answers_in_every_dialect_under_its_own_name(node: Node, endpo
     assert (request.sampling.temperature, request.sampling.top_p) == (0.2, 0.5)
     assert request.sampling.penalties.presence == 1.5
     assert {"temperature", "top_p", "presence_penalty"} <= request.explicit_fields
-    assert request.max_tokens == (5 if endpoint == "/v1/messages" else 77)
-    assert request.stop == ("END",)
+    assert request.limits.max_tokens == (5 if endpoint == "/v1/messages" else 77)
+    assert request.limits.stop == ["END"]
     assert request.num_draft_tokens == 2
     assert request.keep_alive_s == 600
-    assert request.guards_loops is False
+    assert request.limits.HasField("loop_guard") and not request.limits.loop_guard
     assert request.options["effort"] == "high"
     assert request.options["kwargs"]["thinking_budget"] == 100
 
@@ -105,6 +106,7 @@ def test_what_a_request_says_goes_before_its_profile(node: Node) -> None:
         "reasoning_effort": "none",
         "keep_alive": -1,
         "loop_guard": True,
+        "cache": True,
         "chat_template_kwargs": {"thinking_budget": 5},
     }
     assert node.ask("POST", "/v1/chat/completions", {"model": "coder", **own}).status == 200
@@ -113,10 +115,14 @@ def test_what_a_request_says_goes_before_its_profile(node: Node) -> None:
     assert request.sampling.temperature == 1
     assert request.sampling.top_p == 0.5, "which the request left open"
     assert request.sampling.penalties.presence == 0
-    assert (request.max_tokens, request.stop, request.num_draft_tokens) == (3, ("X",), 0)
+    assert (request.limits.max_tokens, request.limits.stop, request.num_draft_tokens) == (
+        3,
+        ["X"],
+        0,
+    )
     assert request.options == {"effort": "none", "kwargs": {"thinking_budget": 5}}
     assert request.keep_alive_s == float("inf")
-    assert request.guards_loops is True
+    assert request.limits.loop_guard and request.sharing.cache
 
 
 def test_a_penalty_in_ollamas_words_goes_before_the_profiles(node: Node) -> None:

@@ -170,8 +170,8 @@ def test_a_body_in_that_shape_is_served(node: Node, name: str) -> None:
     (request,) = node.chat.requests
     assert len(request.messages) == len(body["messages"])
     assert [m["role"] for m in request.messages] == [m["role"] for m in body["messages"]]
-    assert request.max_tokens == body.get("max_tokens")
-    assert (request.grammar is not None) == ("response_format" in body)
+    assert request.limits.max_tokens == body.get("max_tokens", 0)
+    assert request.output.HasField("grammar") == ("response_format" in body)
     if body.get("stream"):
         assert reply.body.endswith(b"data: [DONE]\n\n")
         apart = "stream_options" in body

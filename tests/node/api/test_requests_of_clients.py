@@ -178,7 +178,7 @@ def test_a_call_that_a_request_insists_on_goes_before_the_form_of_its_text(
     body = {"messages": ASK, "tools": own, "tool_choice": {"type": "any"}, "output_config": config}
     reply = node.ask("POST", "/v1/messages", {"model": "demo", **body})
     assert ignored(reply) == ["output_config.format (tool_choice insists on a call)"]
-    assert [each.grammar and each.grammar.kind for each in node.chat.requests] == ["calls"] * 3
+    assert [each.output.grammar.kind for each in node.chat.requests] == ["calls"] * 3
 
 
 def test_claude_codes_line_about_billing_is_no_part_of_the_prompt(node: Node) -> None:

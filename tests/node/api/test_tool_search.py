@@ -107,7 +107,7 @@ def test_a_required_call_may_be_of_a_tool_that_was_found(
     node: Node, choice: Any, messages: Any, names: list[str]
 ) -> None:
     _ = ask(node, [SEARCH, PLACEHOLDER, LATE_FETCH], messages, tool_choice=choice)
-    grammar = node.chat.requests[-1].grammar
+    grammar = node.chat.requests[-1].output.grammar
     assert grammar is not None and json.loads(grammar.text)["names"] == names
 
 
@@ -244,7 +244,7 @@ def test_what_a_search_found_stands_in_its_result_and_can_be_called(node: Node) 
     (call,) = after.messages[1]["tool_calls"]
     assert call["function"] == {"name": "tool_search", "arguments": {"query": "q"}}
     assert '"name": "mcp__notes__write"' in after.messages[2]["content"]
-    assert after.grammar is not None and json.loads(after.grammar.text)["names"] is None
+    assert json.loads(after.output.grammar.text)["names"] is None
     assert reply.json["output"][0]["namespace"] == "mcp__notes"
     assert "x-exo-node-ignored" not in reply.headers
 
@@ -260,7 +260,7 @@ def test_deferred_functions_are_listed_where_no_client_searches(node: Node) -> N
 def test_a_call_is_required_by_a_tools_own_name(node: Node) -> None:
     choice = {"type": "function", "name": "write", "namespace": "mcp__notes"}
     _ = respond(node, [NOTES], tool_choice=choice)
-    grammar = node.chat.requests[-1].grammar
+    grammar = node.chat.requests[-1].output.grammar
     assert grammar is not None and json.loads(grammar.text)["names"] == ["mcp__notes__write"]
     reply = node.ask(
         "POST",

@@ -68,7 +68,10 @@ def test_logprobs_of_the_wire_reach_the_delta_that_has_their_ids() -> None:
     likely = [pb.TokenLogprob(id=5, bytes=b"a", logprob=-0.5), pb.TokenLogprob(id=6, logprob=-2)]
     entry = pb.TokenLogprob(id=6, bytes=b"\xc3", logprob=-2, top=likely)
     events, wire = answered(
-        replace(REQUEST, top_logprobs=2), STARTED, spoken("", 6, logprobs=[entry]), ENDED
+        replace(REQUEST, output=pb.Output(top_logprobs=2)),
+        STARTED,
+        spoken("", 6, logprobs=[entry]),
+        ENDED,
     )
     assert wire.output.HasField("top_logprobs") and wire.output.top_logprobs == 2
     top = (TokenLogprob(5, b"a", -0.5), TokenLogprob(6, b"", -2))
@@ -86,7 +89,9 @@ def test_the_delta_says_how_many_of_its_ids_were_drafted() -> None:
 def test_no_logprobs_are_asked_of_the_runner_unless_the_request_asks(
     top_logprobs: int | None,
 ) -> None:
-    _, wire = answered(replace(REQUEST, top_logprobs=top_logprobs), STARTED, ENDED)
+    _, wire = answered(
+        replace(REQUEST, output=pb.Output(top_logprobs=top_logprobs)), STARTED, ENDED
+    )
     assert (
         wire.output.top_logprobs if wire.output.HasField("top_logprobs") else None
     ) == top_logprobs

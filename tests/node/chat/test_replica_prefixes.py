@@ -91,7 +91,7 @@ async def test_the_claim_has_the_prefixes_of_the_replicas_that_say_so() -> None:
     [
         (REQUEST, (WITH_HEAD,)),
         (REQUEST, ()),
-        (replace(REQUEST, uses_cache=False), (WITH_HEAD, WITHOUT)),
+        (replace(REQUEST, sharing=pb.Sharing(cache=False)), (WITH_HEAD, WITHOUT)),
     ],
     ids=["one placement", "none", "a request that uses no cache"],
 )
