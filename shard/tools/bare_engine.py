@@ -74,6 +74,7 @@ def bare_request(
     lookup: PromptLookup | None = None,
     top_logprobs: int | None = None,
     name: str = "",
+    alone: bool = False,
     **fields: Any,
 ) -> Request:
     """A request that drafts `k` tokens each round; `sampler` None: greedily."""
@@ -87,6 +88,7 @@ def bare_request(
         pb.Limits(max_tokens=max_tokens),
         pb.Drafting(num_draft_tokens=k),
         pb.Output(top_logprobs=top_logprobs),
+        pb.Sharing(alone=alone),
     )
     drafts = DraftProgress(FixedDepth(k), lookup)
     return Request(parameters, ends, chooser, stop_condition or NoStopCondition(), drafts, **fields)
