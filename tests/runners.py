@@ -111,10 +111,10 @@ class Placement:
             "sampling": pb.Sampling(top_p=1.0),
             "drafting_reason": "a test",
         }
-        if isinstance(prompt, str):
+        if isinstance(prompt, str) and "token_ids" not in changes:
             chat = json.dumps([{"role": "user", "content": prompt}])
             fields["messages"] = pb.Messages(json=chat)
-        else:
+        elif not isinstance(prompt, str):
             fields["token_ids"] = pb.TokenIds(ids=prompt)
         return message(**(fields | changes))
 

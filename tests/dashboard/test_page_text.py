@@ -89,9 +89,10 @@ def test_no_backslash_is_lost_while_a_formula_arrives(view: Visit) -> None:
     ):
         for end in range(len(text)):
             prefix = text[:end].removesuffix("\\")  # which may begin an escape yet
-            shown = rendered(view, prefix)["text"]
-            if prefix.count("\\") > 1:
-                assert shown.count("\\") == prefix.count("\\"), prefix
+            shown = rendered(view, prefix)
+            is_drawn = "<math" in shown["html"]  # which may be soon, once it is complete
+            if prefix.count("\\") > 1 and not is_drawn:
+                assert shown["text"].count("\\") == prefix.count("\\"), prefix
 
 
 def answer(view: Visit, node: Node, text: str) -> None:

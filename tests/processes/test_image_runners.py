@@ -37,8 +37,9 @@ def one(loop: asyncio.Runner) -> Iterator[Placement]:
 
 def fields_of(it: Conversation, **changes: Any) -> dict[str, Any]:
     images = [pb.Image(data=file, field=f"messages[{n}]") for n, file in enumerate(it.files)]
-    chat = pb.Messages(json=json.dumps(it.messages))
-    fields = {"messages": chat, "images": images, "max_tokens": len(it.greedy_ids)}
+    fields: dict[str, Any] = {"images": images, "max_tokens": len(it.greedy_ids)}
+    if "token_ids" not in changes:
+        fields["messages"] = pb.Messages(json=json.dumps(it.messages))
     return fields | changes
 
 
