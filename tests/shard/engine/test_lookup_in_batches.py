@@ -177,7 +177,7 @@ def test_members_join_and_leave_in_the_middle(seed: int) -> None:
         }
         options["sampling"] = draw.choice([GREEDY, GREEDY, COOL, HOT])
         made = (
-            repeating(number % 4, k, changed=draw.sample(range(TOKENS), 2), **options)
+            repeating(number % 4, k, places=draw.sample(range(TOKENS), 2), **options)
             if draw.random() < 0.7
             else prose(number, k, **options)
         )
