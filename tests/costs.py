@@ -7,7 +7,8 @@ nowhere.
 
 A file of the core (see `conftest.SLOW_FILES`) that takes more than NAMED_S is named at the end. One
 that takes more than REFUSED_S, and more than REFUSED_SHARE of the core, fails the run: CPU seconds
-double where hyperthreads or other programs share a core, and shares do not.
+double where hyperthreads or other programs share a core, and shares do not. The limits are for a
+file that is slow by mistake: twice what any file takes, since a busy machine must fail no test.
 """
 
 import resource
@@ -19,8 +20,8 @@ from typing import Any
 import pytest
 
 NAMED_S = 5.0
-REFUSED_S = 12.0
-REFUSED_SHARE = 0.03
+REFUSED_S = 20.0
+REFUSED_SHARE = 0.05
 
 _spent = defaultdict[str, float](float)
 """Seconds of CPU by file."""

@@ -76,8 +76,7 @@ def test_a_search_that_is_given_up_is_cancelled_and_never_shown(
         expect(found(page).locator(".model-id")).to_have_text(["owner/second"])
     else:
         page.get_by_role("navigation").get_by_role("link", name="Settings").click()
-    view.until(lambda: len(gone) == 1)
-    assert gone == [held[0].request.url]
+    view.until(lambda: held[0].request.url in gone)  # and the node's own search, if it still ran
     expect(page.get_by_text("Asking the hub…")).to_have_count(0)
     with contextlib.suppress(Error):  # nobody waits for it
         held[0].fulfill(json={"data": [hit("owner/first")]})
