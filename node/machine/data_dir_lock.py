@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 from ...placement.errors import InvalidSettings
 from ...shard.checkpoint.files import write_atomic
@@ -96,12 +95,7 @@ class DataDirLock:
     def __enter__(self) -> "DataDirLock":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -160,7 +154,10 @@ def _read_holder(descriptor: int, data_dir: Path) -> Running | None:
     if not (text.isascii() and text.isdigit() and int(text) > 1):
         return None
     pid = int(text)
-    record = _read_record(data_dir / _RECORD)
+    try:
+        record: Any = json.loads((data_dir / _RECORD).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return Running(pid)
     match record:
         case {
             "pid": int(writer),
@@ -168,26 +165,11 @@ def _read_holder(descriptor: int, data_dir: Path) -> Running | None:
             "http_port": int(port),
             "started": int() | float() as started,
             "version": str(version),
+            "models_dirs": [*folders],
         } if writer == pid:
-            return Running(pid, host, port, started, version, _models_dirs(record))
+            return Running(pid, host, port, started, version, tuple(map(str, folders)))
         case _:
             return Running(pid)
-
-
-def _models_dirs(record: object) -> tuple[str, ...]:
-    """Its folders; none in the record of an older node."""
-    match record:
-        case {"models_dirs": [*folders]}:  # pyright: ignore[reportUnknownVariableType]
-            return tuple(map(str, folders))  # pyright: ignore[reportUnknownArgumentType]
-        case _:
-            return ()
-
-
-def _read_record(path: Path) -> object:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return None
 
 
 def _unusable(data_dir: Path, error: OSError) -> InvalidSettings:

@@ -17,43 +17,18 @@ from .log import terminal
 
 EVENTS_PATH: Final = "/v1/events"
 
-
 log = logging.getLogger(__name__)
 
-Kind: TypeAlias = Literal[
-    "joined",
-    "left",
-    "leaving",
-    "suspected",
-    "recovered",
-    "refuted",
-    "died",
-    "election",
-    "head_changed",
-    "term_not_stored",
-    "term_stored",
-    "loop_ended",
-    "loop_recovered",
-    "placed",
-    "replicas",
-    "adopted",
-    "superseded",
-    "stage_lost",
-    "replanned",
-    "resumed",
-    "load_failed",
-    "unloaded",
-    "copied",
-    "pulled",
-    "pull_failed",
-    "removed",
-    "peer_left",
-    "join_requested",
-    "join_approved",
-    "join_refused",
-    "rekeyed",
-    "dropped",
-]
+_OfMembers = Literal["joined", "left", "leaving", "suspected", "recovered", "refuted", "died"]
+_OfHeads = Literal["election", "head_changed", "term_not_stored", "term_stored"]
+_OfPlacements = Literal["placed", "replicas", "adopted", "superseded", "stage_lost", "replanned"]
+_OfLoads = Literal["resumed", "load_failed", "unloaded"]
+_OfFiles = Literal["copied", "pulled", "pull_failed", "removed", "peer_left"]
+_OfJoining = Literal["join_requested", "join_approved", "join_refused", "rekeyed"]
+_OfTheLog = Literal["loop_ended", "loop_recovered", "dropped"]
+Kind: TypeAlias = (
+    _OfMembers | _OfHeads | _OfPlacements | _OfLoads | _OfFiles | _OfJoining | _OfTheLog
+)
 Fact: TypeAlias = str | int | float | bool | None
 
 CAPACITY: Final = 1000
@@ -62,17 +37,8 @@ BACKLOG: Final = 256
 
 _WARNINGS: Final[frozenset[Kind]] = frozenset(
     (
-        "suspected",
-        "died",
-        "term_not_stored",
-        "loop_ended",
-        "stage_lost",
-        "load_failed",
-        "pull_failed",
-        "peer_left",
-        "superseded",
-        "join_refused",
-        "dropped",
+        *("suspected", "died", "term_not_stored", "loop_ended", "stage_lost", "superseded"),
+        *("load_failed", "pull_failed", "peer_left", "join_refused", "dropped"),
     )
 )
 
@@ -108,7 +74,8 @@ class EventLog:
         self._clock = clock
         self._events: deque[Event] = deque(maxlen=capacity)
         self._sequence = 0
-        self._listeners: set[_Listener] = set()
+        self._listeners: set[asyncio.Queue[Event | None]] = set()
+        """The unread events of each; None ends it."""
         self._closed = False
 
     def add(self, kind: Kind, text: str, **facts: Fact) -> Event:
@@ -119,10 +86,13 @@ class EventLog:
         self._sequence += 1
         event = self._event(self._sequence, kind, text, facts)
         self._events.append(event)
-        for listener in list(self._listeners):
-            if not listener.offer(event):
-                self._listeners.discard(listener)
-                listener.end(self._dropped(event.sequence - 1))
+        for unread in list(self._listeners):
+            if unread.qsize() < BACKLOG:
+                unread.put_nowait(event)
+                continue
+            self._listeners.discard(unread)
+            unread.put_nowait(self._dropped(event.sequence - 1))
+            unread.put_nowait(None)
         return event
 
     @property
@@ -143,24 +113,24 @@ class EventLog:
 
         A listener that leaves BACKLOG events unread gets a last one, `dropped`, and no more.
         """
-        listener = _Listener()
+        unread: asyncio.Queue[Event | None] = asyncio.Queue()
         if self._closed:
-            listener.end(None)
+            unread.put_nowait(None)
         else:
-            self._listeners.add(listener)
+            self._listeners.add(unread)
         try:
             for event in self.entries(after):  # no await between this and `add` above
                 yield event
-            while (event := await listener.next()) is not None:
+            while (event := await unread.get()) is not None:
                 yield event
         finally:
-            self._listeners.discard(listener)
+            self._listeners.discard(unread)
 
     def close(self) -> None:
         """Ends every subscription."""
         self._closed = True
-        for listener in self._listeners:
-            listener.end(None)
+        for unread in self._listeners:
+            unread.put_nowait(None)
         self._listeners.clear()
 
     def _position(self, after: str | int | None) -> int:
@@ -181,35 +151,3 @@ class EventLog:
         """The event that ends a subscription, with the number from which the listener resumes."""
         text = f"{BACKLOG} events were left unread, so no more follow; ask again with the last id"
         return self._event(last, "dropped", text, {})
-
-
-class _Listener:
-    """A bounded queue with room for the last event."""
-
-    def __init__(self) -> None:
-        self._queue: deque[Event] = deque()
-        self._news = asyncio.Event()
-        self._ended = False
-        self._last: Event | None = None
-
-    def offer(self, event: Event) -> bool:
-        """Queues the event; False where the queue is full."""
-        if len(self._queue) >= BACKLOG:
-            return False
-        self._queue.append(event)
-        self._news.set()
-        return True
-
-    def end(self, last: Event | None) -> None:
-        """Ends the subscription after the queued events and `last`."""
-        self._ended, self._last = True, last
-        self._news.set()
-
-    async def next(self) -> Event | None:
-        while not self._queue:
-            if self._ended:
-                last, self._last = self._last, None
-                return last
-            self._news.clear()
-            _ = await self._news.wait()
-        return self._queue.popleft()

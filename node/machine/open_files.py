@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+from .log import LineLimit
+
 log = logging.getLogger(__name__)
 
 TARGETS: Final = (65536, 10240)
@@ -61,20 +63,13 @@ def quiet_accepts(clock: Callable[[], float] = time.monotonic) -> Handler:
 
     asyncio logs each of them with a traceback, which fills a disk while clients flood a port.
     """
-    logged_at: float | None = None
-    skipped = 0
+    limit = LineLimit(1, LOG_EVERY_S, clock)
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        nonlocal logged_at, skipped
         if "accept" not in str(context.get("message", "")):
             loop.default_exception_handler(context)
-            return
-        now = clock()
-        if logged_at is not None and now - logged_at < LOG_EVERY_S:
-            skipped += 1
-            return
-        more = f" ({skipped} times more since the last line)" if skipped else ""
-        log.error("a connection could not be accepted: %s%s", context.get("exception"), more)
-        logged_at, skipped = now, 0
+        elif limit.passes():
+            fault, more = context.get("exception"), limit.left_out()
+            log.error("a connection could not be accepted: %s%s", fault, more)
 
     return handle

@@ -25,21 +25,18 @@ _FLAGS: Final = (
     *("name", "host", "port", "grpc_port", "interface", "data_dir", "cluster_key_file"),
     *("memory_limit", "dtype", "offline", "auto_download", "log_format"),
 )
-_VARIABLES: Final = (
-    *("cards_dir", "profiles_file", "keep_alive", "cluster_key", "image_urls", "api_key"),
-    *("allowed_hosts", "allowed_origins", "native_mtp_enabled", "native_mtp_async_draft_eval"),
-    *("native_mtp_adaptive", "native_mtp_default_k", "native_mtp_strict", "prefix_cache_enabled"),
-    *("prefix_disk_gb", "batching_enabled", "prompt_lookup_enabled", "loop_guard"),
-    *("responses_gb", "responses_keep", "kv_bits", "load_timeout", "kernels", "timing"),
-)
-SOURCES: Final[Mapping[str, Source]] = {
-    **{name: Source(f"EXO_{name.upper()}", f"--{name.replace('_', '-')}") for name in _FLAGS},
-    **{name: Source(f"EXO_{name.upper()}") for name in _VARIABLES},
+_OTHERS: Final[Mapping[str, Source]] = {
     "models_dirs": Source("EXO_MODELS_DIR", "--models-dir"),
     "peers": Source("EXO_PEER", "--peer"),
     "mdns": Source("EXO_MDNS", "--no-mdns"),
 }
-"""By field of `Settings`, whose name is that of its variable; those of `_FLAGS` are flags, too."""
+
+
+def source_of(field: str) -> Source:
+    """The source of a field of `Settings`, whose name is that of its variable, and of a flag."""
+    flag = f"--{field.replace('_', '-')}" if field in _FLAGS else None
+    return _OTHERS.get(field) or Source(f"EXO_{field.upper()}", flag)
+
 
 RENAMED: Final[Mapping[str, str]] = {
     "EXO_PREFIX_CACHE_DISK": "set EXO_PREFIX_DISK_GB to a number of GB instead, 0 for none",
@@ -99,12 +96,11 @@ def collect(
 ) -> Inputs:
     """The inputs of these settings; a flag that is None is not used."""
     fields = list(fields)
-    if stray := flags.keys() - {field for field in fields if SOURCES[field].flag}:
+    if stray := flags.keys() - {field for field in fields if source_of(field).flag}:
         raise TypeError(f"no flag: {', '.join(sorted(stray))}")
     inputs = Inputs({}, {})
     for field in fields:
-        source = SOURCES[field]
-        flag = flags.get(field)
+        source, flag = source_of(field), flags.get(field)
         if source.flag and flag is not None:
             inputs.values[field], inputs.origins[field] = flag, source.flag
         elif text := environ.get(source.variable, "").strip():

@@ -21,7 +21,7 @@ _BYTES: Final = {
     "": 1,
     "B": 1,
     **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
-    **{f"{p.upper()}IB": 1024**i for i, p in enumerate("KMGT", 1)},
+    **{f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)},
 }
 _LABEL: Final = "[A-Za-z0-9_-]{1,63}"
 _HOST_NAME: Final = re.compile(rf"(?=[^-].{{0,252}}\Z){_LABEL}(\.{_LABEL})*\.?")
@@ -74,12 +74,17 @@ def as_interface(value: str) -> str:
     return text
 
 
+def _whole(value: str | int, least: int, most: int, refusal: str) -> int:
+    """A whole number within bounds. Raises ValueError that begins with the value."""
+    text = str(value).strip()
+    if not re.fullmatch(r"[0-9]{1,5}", text) or not least <= int(text) <= most:
+        raise ValueError(f"{value!r} {refusal}")
+    return int(text)
+
+
 def as_port(value: str | int) -> int:
     """0 (any free one) to 65535."""
-    text = str(value).strip()
-    if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > 65535:
-        raise ValueError(f"{value!r} is no port; give 1 to 65535, or 0 for a free one")
-    return int(text)
+    return _whole(value, 0, 65535, "is no port; give 1 to 65535, or 0 for a free one")
 
 
 def _peer(text: str) -> str:
@@ -98,14 +103,12 @@ def _peer(text: str) -> str:
 
 def as_peers(value: str | Collection[str]) -> tuple[str, ...]:
     """A comma separated variable, or the repeated flag (each of which may hold commas too)."""
-    parts = [value] if isinstance(value, str) else value
-    texts = [text.strip() for part in parts for text in part.split(",")]
-    return tuple(dict.fromkeys(_peer(text) for text in texts if text))
+    return _listed(value if isinstance(value, str) else ",".join(value), _peer)
 
 
 def as_host_names(value: str) -> tuple[str, ...]:
     """Comma separated names under which clients may reach the node, each with a port or without."""
-    return tuple(dict.fromkeys(_host_name(text) for text in _listed(value)))
+    return _listed(value, _host_name)
 
 
 def _host_name(text: str) -> str:
@@ -122,7 +125,7 @@ def _host_name(text: str) -> str:
 
 def as_origins(value: str) -> tuple[str, ...]:
     """Comma separated origins of pages, as a browser sends them: scheme, host and port."""
-    return tuple(dict.fromkeys(_origin(text) for text in _listed(value)))
+    return _listed(value, _origin)
 
 
 def _origin(text: str) -> str:
@@ -134,8 +137,9 @@ def _origin(text: str) -> str:
     return text.lower()
 
 
-def _listed(value: str) -> list[str]:
-    return [text for part in value.split(",") if (text := part.strip())]
+def _listed(value: str, read: Callable[[str], str]) -> tuple[str, ...]:
+    """The parts of a comma separated text, each once."""
+    return tuple(dict.fromkeys(read(text) for part in value.split(",") if (text := part.strip())))
 
 
 def as_path(value: str | Path) -> Path:
@@ -172,24 +176,17 @@ def as_rows(value: str | int) -> int:
     text = str(value).strip().lower()
     if text in _TRUE | _FALSE:
         return int(text in _TRUE)
-    if not re.fullmatch(r"[0-9]{1,3}", text) or int(text) > MAX_STRICT_ROWS:
-        raise ValueError(
-            f"{value!r} is no number of rows; give 0 (off), 1 (on) or up to {MAX_STRICT_ROWS}"
-        )
-    return int(text)
+    refusal = f"is no number of rows; give 0 (off), 1 (on) or up to {MAX_STRICT_ROWS}"
+    return _whole(value, 0, MAX_STRICT_ROWS, refusal)
 
 
 def as_draft_tokens(value: str | int) -> int:
     """A number of drafts a round, from 1 to MAX_K."""
-    text = str(value).strip()
-    if text == "0":
-        raise ValueError(
-            f"{value!r} would draft nothing; set EXO_NATIVE_MTP_ENABLED=0 for that, or give 1 to "
-            f"{MAX_K} drafts a round"
-        )
-    if not re.fullmatch(r"[0-9]", text) or int(text) > MAX_K:
-        raise ValueError(f"{value!r} is no number of drafts; give 1 to {MAX_K} drafts a round")
-    return int(text)
+    refusal = (
+        f"is no number of drafts; give 1 to {MAX_K} drafts a round, or set "
+        "EXO_NATIVE_MTP_ENABLED=0 for none"
+    )
+    return _whole(value, 1, MAX_K, refusal)
 
 
 def as_kv_bits(value: str | int) -> int:
@@ -204,10 +201,7 @@ def as_kv_bits(value: str | int) -> int:
 
 def as_seconds(value: str | int) -> int:
     """Whole seconds, from 1 to a day."""
-    text = str(value).strip()
-    if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= MAX_SECONDS:
-        raise ValueError(f"{value!r} is no time; give seconds, 1 to {MAX_SECONDS}")
-    return int(text)
+    return _whole(value, 1, MAX_SECONDS, f"is no time; give seconds, 1 to {MAX_SECONDS}")
 
 
 def duration_s(value: str | int | float) -> float:

@@ -15,7 +15,7 @@ import platformdirs
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
 from ...placement.errors import InvalidSettings
-from .setting_sources import RENAMED, SOURCES, Inputs, collect, default_data_dir
+from .setting_sources import RENAMED, Inputs, Source, collect, default_data_dir, source_of
 from .setting_sources import environment as environment
 from .setting_sources import forget_variables_of_libraries as forget_variables_of_libraries
 from .setting_values import (
@@ -142,6 +142,9 @@ class Settings(BaseModel):
     responses_gb: Annotated[float, BeforeValidator(as_gigabytes)] = 1.0
     responses_keep: Annotated[float, BeforeValidator(duration_s)] = 30 * 86_400.0
     kv_bits: Annotated[int, BeforeValidator(as_kv_bits)] | None = None
+
+
+SOURCES: Final[Mapping[str, Source]] = {name: source_of(name) for name in Settings.model_fields}
 
 
 def models_folders(settings: Settings) -> tuple[Path, ...]:

@@ -1,18 +1,14 @@
 """The native-MTP switches: a variable wins, else the settings page, else on."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from ...placement.drafting import EnabledState
 from ...placement.errors import InvalidRequest
-from .settings import Settings
+from .settings import SOURCES, Settings
 
 SwitchName = Literal["native_mtp_enabled", "native_mtp_async_draft_eval", "native_mtp_adaptive"]
-VARIABLES: Mapping[SwitchName, str] = {
-    "native_mtp_enabled": "EXO_NATIVE_MTP_ENABLED",
-    "native_mtp_async_draft_eval": "EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL",
-    "native_mtp_adaptive": "EXO_NATIVE_MTP_ADAPTIVE",
-}
+NAMES: tuple[SwitchName, ...] = get_args(SwitchName)
 PAGE = "the settings page"
 
 
@@ -26,7 +22,7 @@ class Switches:
     @classmethod
     def of(cls, settings: Settings) -> Self:
         """The switches at the start of a node."""
-        return cls({name: getattr(settings, name) for name in VARIABLES})
+        return cls({name: getattr(settings, name) for name in NAMES})
 
     def value(self, name: SwitchName) -> bool:
         fixed = self._fixed[name]
@@ -56,18 +52,14 @@ class Switches:
 
     def describe(self) -> dict[str, Any]:
         """The body of `GET /v1/settings`."""
-        return {name: self._describe(name) for name in VARIABLES}
+        return {name: self._describe(name) for name in NAMES}
 
     def _describe(self, name: SwitchName) -> dict[str, Any]:
         fixed = self._fixed[name] is not None
         source = "environment" if fixed else "runtime" if name in self._changed else "default"
         reason = f"fixed by {self._assignment(name)}" if fixed else ""
-        return {
-            "value": self.value(name),
-            "source": source,
-            "writable": not fixed,
-            "reason": reason,
-        }
+        own = {"value": self.value(name), "source": source}
+        return {**own, "writable": not fixed, "reason": reason}
 
     def _assignment(self, name: SwitchName) -> str:
-        return f"{VARIABLES[name]}={int(self.value(name))}"
+        return f"{SOURCES[name].variable}={int(self.value(name))}"

@@ -8,6 +8,8 @@ so a folder without it, or with another key, counts as established.
 import json
 import logging
 import secrets
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -67,11 +69,8 @@ class KeyFolder:
         """Lets this node ask the clusters that it left. Raises InvalidSettings."""
         if not self.left_clusters():
             return
-        mark: dict[str, Any] = self._mark() | {"left": []}
-        try:
-            replace_private(self.data_dir / FRESH_FILE, json.dumps(mark).encode() + b"\n")
-        except OSError as fault:
-            raise self._unusable(fault) from fault
+        with self._storing():
+            self._write_mark(self._mark() | {"left": []})
 
     def establish(self) -> None:
         """Removes the mark: another node joined, so this one leaves its cluster for no other."""
@@ -83,10 +82,15 @@ class KeyFolder:
         Raises InvalidSettings where a flag or variable sets the key, or the disk refuses.
         """
         self._require_own("join another cluster")
-        try:
-            return self._swap(key)
-        except OSError as fault:
-            raise self._unusable(fault) from fault
+        path = self.data_dir / KEY_FILE
+        with self._storing():
+            old = self.load() if path.exists() else None
+            backup = None if old in (None, key) else self._back_up(old)
+            if old != key:
+                replace_private(path, _line(key))
+            self.establish()
+            (self.data_dir / NEXT_FILE).unlink(missing_ok=True)
+        return backup
 
     def plan_rekey(self, key: ClusterKey) -> None:
         """Records a key that this node takes after it has sent it to the others.
@@ -95,10 +99,8 @@ class KeyFolder:
         InvalidSettings as `take` does.
         """
         self._require_own("change its key")
-        try:
+        with self._storing():
             replace_private(self.data_dir / NEXT_FILE, _line(key))
-        except OSError as fault:
-            raise self._unusable(fault) from fault
 
     def finish_rekey(self) -> str | None:
         """Takes a planned key; returns its cluster's fingerprint, None where there is none.
@@ -119,28 +121,11 @@ class KeyFolder:
         self._require_own("leave its cluster")
         old = self.load()
         left_clusters = (*self.left_clusters(), cluster_fingerprint(old))[-_MAX_LEFT_CLUSTERS:]
-        try:
+        with self._storing():
             backup = self._back_up(old)
             # First: a planned key that outlived the old one would bring the node back at its start.
             (self.data_dir / NEXT_FILE).unlink(missing_ok=True)
             self._create_cluster(left_clusters)
-        except OSError as fault:
-            raise self._unusable(fault) from fault
-        return backup
-
-    def _swap(self, key: ClusterKey) -> Path | None:
-        path = self.data_dir / KEY_FILE
-        backup = None
-        if path.exists():
-            old = self.load()
-            if old == key:
-                self.establish()
-                (self.data_dir / NEXT_FILE).unlink(missing_ok=True)
-                return None
-            backup = self._back_up(old)
-        replace_private(path, _line(key))
-        self.establish()
-        (self.data_dir / NEXT_FILE).unlink(missing_ok=True)
         return backup
 
     def _back_up(self, key: ClusterKey) -> Path:
@@ -152,15 +137,13 @@ class KeyFolder:
         """Writes the mark, then a new key: a process that ends in between leaves a harmless mark,
         while a key without its mark would count as an established cluster."""
         key = ClusterKey(secrets.token_bytes(20))
-        mark = {"cluster": cluster_fingerprint(key), "left": list(left_clusters)}
-        try:
-            replace_private(self.data_dir / FRESH_FILE, json.dumps(mark).encode() + b"\n")
-            if left_clusters:
-                replace_private(self.data_dir / KEY_FILE, _line(key))
-            else:
-                create_private(self.data_dir / KEY_FILE, _line(key))
-        except OSError as fault:
-            raise self._unusable(fault) from fault
+        with self._storing():
+            self._write_mark({"cluster": cluster_fingerprint(key), "left": list(left_clusters)})
+            write = replace_private if left_clusters else create_private
+            write(self.data_dir / KEY_FILE, _line(key))
+
+    def _write_mark(self, mark: dict[str, Any]) -> None:
+        replace_private(self.data_dir / FRESH_FILE, json.dumps(mark).encode() + b"\n")
 
     def _mark(self) -> dict[str, Any]:
         try:
@@ -177,12 +160,17 @@ class KeyFolder:
                 param=self.origin,
             )
 
-    def _unusable(self, fault: OSError) -> InvalidSettings:
-        return InvalidSettings(
-            f"{self.data_dir} cannot hold the cluster key: {fault.strerror}; check who owns the "
-            "data folder, and its disk",
-            param="--data-dir",
-        )
+    @contextmanager
+    def _storing(self) -> Generator[None]:
+        """Turns a disk's refusal into InvalidSettings."""
+        try:
+            yield
+        except OSError as fault:
+            raise InvalidSettings(
+                f"{self.data_dir} cannot hold the cluster key: {fault.strerror}; check who owns "
+                "the data folder, and its disk",
+                param="--data-dir",
+            ) from fault
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from ...placement.errors import InvalidRequest, InvalidSettings
+from ..machine.private_files import read_or_create
 
 TOKEN_FILE: Final = "local.token"
 TOKEN_HEADER: Final = "x-exo-token"
@@ -35,19 +36,9 @@ class LocalToken:
     @classmethod
     def load(cls, data_dir: Path) -> "LocalToken":
         """Reads the token, or creates it. Raises InvalidSettings."""
-        from ..machine.private_files import create_private  # commands read a token without gRPC
-
         path = data_dir / TOKEN_FILE
-        try:
-            if not path.exists():
-                create_private(path, secrets.token_hex(_BYTES).encode() + b"\n")
-            path.chmod(0o600)
-            text = path.read_text(encoding="ascii", errors="replace").strip()
-        except OSError as fault:
-            raise InvalidSettings(
-                f"{path} cannot be used: {fault.strerror}; check who owns the data folder",
-                param=str(path),
-            ) from fault
+        fresh = secrets.token_hex(_BYTES).encode() + b"\n"
+        text = read_or_create(path, fresh).decode("ascii", "replace").strip()
         if not _TOKEN.fullmatch(text):
             raise InvalidSettings(
                 f"{path} is damaged; remove it and the node makes a new one", param=str(path)

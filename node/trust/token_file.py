@@ -102,8 +102,7 @@ def create_token(data_dir: Path, name: str) -> str:
     check_new_name(name)
     token = _PREFIX + secrets.token_urlsafe(_BYTES)
     stored = StoredToken(name=name, sha256=digest(token.encode()), created=int(time.time()))
-    with _changing(data_dir):
-        tokens = read_tokens(data_dir) or ()
+    with _changing(data_dir) as tokens:
         if any(each.name == name for each in tokens):
             raise InvalidRequest(
                 f"there is a token with the name '{name}'; choose another, or revoke it first",
@@ -118,13 +117,13 @@ def create_token(data_dir: Path, name: str) -> str:
 def revoke_token(data_dir: Path, name: str) -> int:
     """Revokes a token; returns the number of the others. Raises ExoNodeError for unknown names."""
     _check_name(name)
+    unknown = InvalidRequest(f"there is no token with the name '{name}'", param="NAME")
     if read_tokens(data_dir) is None:
-        raise InvalidRequest(f"there is no token with the name '{name}'", param="NAME")
-    with _changing(data_dir):
-        tokens = read_tokens(data_dir) or ()
+        raise unknown
+    with _changing(data_dir) as tokens:
         others = tuple(each for each in tokens if each.name != name)
         if len(others) == len(tokens):
-            raise InvalidRequest(f"there is no token with the name '{name}'", param="NAME")
+            raise unknown
         _write(data_dir, others)
     return len(others)
 
@@ -133,8 +132,7 @@ def turn_off(data_dir: Path) -> int:
     """Revokes all tokens and has no key asked for; returns their number. Raises ExoNodeError."""
     if read_tokens(data_dir) is None:
         return 0
-    with _changing(data_dir):
-        tokens = read_tokens(data_dir) or ()
+    with _changing(data_dir) as tokens:
         _write(data_dir, (), off=True)
     return len(tokens)
 
@@ -194,21 +192,12 @@ def _unusable(path: Path, why: str) -> InvalidSettings:
 
 def _write(data_dir: Path, tokens: tuple[StoredToken, ...], *, off: bool = False) -> None:
     text = TokenFile(tokens=tokens, off=off).model_dump_json(exclude=set() if off else {"off"})
-    try:
-        replace_private(data_dir / TOKENS_FILE, text.encode())
-    except OSError as fault:
-        raise _unwritten(data_dir, fault) from fault
-
-
-def _unwritten(data_dir: Path, fault: OSError) -> ExoNodeError:
-    return ExoNodeError(
-        f"{data_dir / TOKENS_FILE} cannot be written: {fault.strerror}; nothing was changed"
-    )
+    replace_private(data_dir / TOKENS_FILE, text.encode())
 
 
 @contextmanager
-def _changing(data_dir: Path) -> Generator[None]:
-    """Holds the lock of the file, so that each change starts from the previous one."""
+def _changing(data_dir: Path) -> Generator[tuple[StoredToken, ...]]:
+    """Yields the tokens and holds the lock of the file, so that no other change comes between."""
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         if data_dir.stat().st_uid != os.geteuid():
@@ -219,19 +208,13 @@ def _changing(data_dir: Path) -> Generator[None]:
             )
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(data_dir / _LOCK_FILE, flags, 0o600)
+        try:
+            if not lock_exclusively(descriptor, _LOCK_TRIES):
+                raise ExoNodeError("another `exo-node token` does not end; nothing was changed")
+            yield read_tokens(data_dir) or ()
+        finally:
+            os.close(descriptor)
     except OSError as fault:
-        raise _unwritten(data_dir, fault) from fault
-    try:
-        _lock(descriptor, data_dir)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int, data_dir: Path) -> None:
-    try:
-        locked = lock_exclusively(descriptor, _LOCK_TRIES)
-    except OSError as fault:
-        raise _unwritten(data_dir, fault) from fault
-    if not locked:
-        raise ExoNodeError("another `exo-node token` does not end; nothing was changed")
+        raise ExoNodeError(
+            f"{data_dir / TOKENS_FILE} cannot be written: {fault.strerror}; nothing was changed"
+        ) from fault

@@ -165,7 +165,7 @@ def test_failed_accepts_are_logged_at_intervals_and_other_faults_at_once(
         assert len(caplog.records) == 1
         now[0] = 11.0
         handle(loop, context)
-        assert "999 times more" in caplog.records[-1].getMessage()
+        assert "999 such lines" in caplog.records[-1].getMessage()
         handle(loop, {"message": "something else"})
         assert caplog.records[-1].getMessage() == "something else"
         assert len(caplog.records) == 3

@@ -32,7 +32,8 @@ from exo_node.node.cli.main import COMMANDS, app, load_command
 from exo_node.node.join.joining import Joining
 from exo_node.node.join.operations import JoinOperations
 from exo_node.node.machine.events import EventLog
-from exo_node.node.machine.setting_sources import RENAMED, SOURCES
+from exo_node.node.machine.setting_sources import RENAMED
+from exo_node.node.machine.settings import SOURCES
 from exo_node.node.machine.timing import LOCAL
 from exo_node.node.trust.local_token import LocalToken
 from exo_node.placement.library import packaged_cards

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....placement.errors import InvalidRequest, ModelNotFound
-from ...machine.switches import VARIABLES, SwitchName
+from ...machine.switches import NAMES, SwitchName
 from ..http.bodies import EmptyBody, StrictBody
 from ..http.dialects import HEALTH_PATHS
 from ..http.long_bodies import json_response
@@ -115,7 +115,7 @@ class SettingsBody(StrictBody):
     native_mtp_adaptive: bool = False
 
     def changes(self) -> dict[SwitchName, bool]:
-        return {name: getattr(self, name) for name in VARIABLES if name in self.model_fields_set}
+        return {name: getattr(self, name) for name in NAMES if name in self.model_fields_set}
 
 
 class OperationsApi:
