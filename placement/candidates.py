@@ -32,8 +32,6 @@ class PlacementTask:
     card: ModelCard
     view: ClusterView
     limits: PlanLimits
-    mtp: bool
-    """Whether the card declares a head and the operator lets it draft."""
 
     @property
     def sizes(self) -> ModelSizes:
@@ -42,7 +40,7 @@ class PlacementTask:
     def holds_head(self, node: NodeFacts) -> bool:
         """Whether the whole model fits there with its MTP head."""
         need = self.sizes.need(0, self.card.num_layers, generator=True, mtp=True)
-        return self.mtp and need <= node.memory_bytes
+        return self.card.native_mtp is not None and need <= node.memory_bytes
 
 
 @dataclass(frozen=True, slots=True)

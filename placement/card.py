@@ -238,13 +238,8 @@ class ModelCard(BaseModel):
 
     @property
     def embedding_bytes(self) -> int:
-        """The token embeddings alone (estimate: quantised like the rest)."""
+        """The token embeddings, or lm_head (estimate: quantised like the rest)."""
         return self._stored(self.vocab_size * self.hidden_size)
-
-    @property
-    def lm_head_bytes(self) -> int:
-        """Bytes that one token's logits read, tied or not."""
-        return self.embedding_bytes
 
     @property
     def endpoint_bytes(self) -> int:
@@ -317,17 +312,6 @@ class ModelCard(BaseModel):
         grown = stored - old // 2 + new // 2
         size = -(-max(0, self.weight_bytes - head) * grown // stored) + head * new // old
         return self.model_copy(update={**facts, "weight_bytes": size})
-
-    def attention_layers(self, first: int, end: int) -> int:
-        """How many of layers [first, end) hold a KV cache, if those are spread evenly.
-
-        Exact where every n-th layer is full attention (Qwen3-Next, 3.5, 3.6) and where all are.
-        """
-        return self.layers_before(end) - self.layers_before(first)
-
-    def layers_before(self, end: int) -> int:
-        """How many of layers [0, end) hold a KV cache, if those are spread evenly."""
-        return end * self.num_attention_layers // self.num_layers
 
     @property
     def _sixteenths(self) -> tuple[int, int]:

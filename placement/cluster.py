@@ -82,7 +82,7 @@ class LinkFacts:
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """The cluster as its head sees it; of several links between two nodes the quickest counts."""
+    """The cluster as its head sees it; of several links the quickest counts."""
 
     nodes: tuple[NodeFacts, ...]
     links: tuple[LinkFacts, ...] = ()
@@ -111,11 +111,6 @@ class ClusterView:
     def between(self, a: NodeId, b: NodeId) -> list[LinkFacts]:
         """Every measured link of the two."""
         return [link for link in self.links if {link.a, link.b} == {a, b}]
-
-    def link(self, a: NodeId, b: NodeId) -> LinkFacts | None:
-        """The quickest measured link of the two, None where none was measured."""
-        between = self.between(a, b)
-        return min(between, key=lambda link: (link.round_trip_s, -link.bandwidth), default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,34 +69,25 @@ class ModelSizes:
         """Whether it makes no difference which of the layers a stage has."""
         return self.attention_layers in (0, self.layers)
 
-    def caches_before(self, end: int) -> int:
-        """Layers of [0, end) that hold a KV cache, if those are spread evenly."""
-        return end * self.attention_layers // self.layers
-
     def caches(self, first: int, end: int, *, mtp: bool = False) -> int:
-        """KV of layers [first, end), and of the head, for the whole context."""
-        own = (self.caches_before(end) - self.caches_before(first)) * self.cache
-        return own + (self.head_cache if mtp else 0)
+        """KV of layers [first, end), and of the head, for the whole context.
+
+        Layers with a cache count as spread evenly, which is exact where every n-th layer is full
+        attention (Qwen3-Next, 3.5, 3.6) and where all are.
+        """
+        before, after = (layers * self.attention_layers // self.layers for layers in (first, end))
+        return (after - before) * self.cache + (self.head_cache if mtp else 0)
 
     def need(self, first: int, end: int, *, generator: bool, mtp: bool = False) -> int:
-        """Bytes of layers [first, end), with the headroom."""
-        caches = self.caches_before(end) - self.caches_before(first)
-        need = (end - first) * self.layer + caches * self.cache
+        """Bytes of a stage of layers [first, end), with the headroom.
+
+        A generator, the first stage, adds embeddings and lm_head, and its draft head with `mtp`.
+        """
+        need = (end - first) * self.layer + self.caches(first, end)
         if generator:
             need += self.ends + (self.head if mtp else 0)
         over, under = HEADROOM
         return -(-need * over // under)
-
-
-def stage_bytes(
-    card: "ModelCard", first: int, end: int, generator: bool, context: int, mtp: bool
-) -> int:
-    """Bytes that layers [first, end) need on a node, 20 % headroom included.
-
-    Weights, and KV for `context` tokens in the layers that hold a cache. The generator (the first
-    stage) adds embeddings and lm_head and, with `mtp`, the head's weights and its KV.
-    """
-    return ModelSizes.of(card, context).need(first, end, generator=generator, mtp=mtp)
 
 
 def seconds_per_token(
@@ -129,7 +120,7 @@ def layer_seconds(card: "ModelCard", node: NodeFacts) -> float:
 def tail_seconds(card: "ModelCard", node: NodeFacts) -> float:
     """Seconds that the generator adds to a token: final norm, lm_head, sampling."""
     measured = node.profile.tail_s if node.profile else 0.0
-    return min(sane(measured, card.lm_head_bytes * pace_of(node).byte_s), _NEVER_S)
+    return min(sane(measured, card.embedding_bytes * pace_of(node).byte_s), _NEVER_S)
 
 
 def hop_seconds(card: "ModelCard", links: Sequence[LinkFacts]) -> float:

@@ -1,35 +1,4 @@
-"""Every error a user can meet.
-
-    ExoNodeError
-    ├── InvalidRequest            a request that no retry will make right          400
-    │   ├── UnsupportedParameter  a field that this node does not implement        400
-    │   ├── ContextLengthExceeded a prompt that leaves no room for an answer       400
-    │   └── PreviousResponseNotFound  the stored response to continue is not here  400
-    ├── ModelNotFound             no card, folder or cached model has that id      404
-    ├── PlacementNotFound         no placement has that id                         404
-    ├── ResponseNotFound          no stored response has that id                   404
-    ├── ResponsesUnavailable      stored responses cannot be read or written now   503
-    ├── QueueFull                 too many requests are waiting                    429
-    ├── InsufficientMemory        no allowed set of nodes can hold the model       503
-    ├── PeerLost                  a node or runner ended while it was needed       503
-    │   ├── PeerRefused           nobody listens at its address                  503
-    │   ├── StateLost             nobody is gone, but what rebuilds a stage is     503
-    │   └── HeadGone              the node that was asked is the head no longer    503
-    ├── LoadFailed                a runner could not load its stage                503
-    ├── NumericError              the model gave NaN or infinity                   500
-    ├── InvalidCard               a model card breaks the schema                   503
-    ├── InvalidCheckpoint         config.json or a safetensors file is malformed   503
-    ├── DownloadFailed            the hub could not be reached or refused
-    ├── InvalidFrame              a tensor frame is not what the stage expects
-    ├── JoinRequestNotFound       no node asks to join under that id              404
-    ├── JoinRefused               a node did not let another one in               409
-    ├── RemovalRefused            a model's files may not be deleted now          409
-    ├── PlacementSuperseded       a later request placed the model otherwise      409
-    ├── DigitsDiffer              the digits of two nodes did not match          400
-    ├── Untrusted                 a peer showed no certificate of this cluster
-    │   ├── OtherCluster          a peer's certificate is of another cluster's key
-    │   └── DuplicateIdentity     another process with the same node id runs       exit 3
-    └── InvalidSettings           a flag, variable or file of this node is wrong   exit 2
+"""Every error a user can meet; `node/api/http/errors.py` has the status of each.
 
 Raised where the fault is detected, caught at the HTTP, gRPC and CLI edges only.
 """
@@ -45,6 +14,10 @@ class ExoNodeError(Exception):
 
     code = "internal_error"
 
+    def __init_subclass__(cls, code: str = "") -> None:
+        """`code`: its name on the wire and in the API; the base's if it has none."""
+        cls.code = code or cls.code
+
     def __init__(self, message: str, *, param: str | None = None) -> None:
         """`param` names the field, flag, variable, file or tensor at fault."""
         super().__init__(message)
@@ -52,120 +25,120 @@ class ExoNodeError(Exception):
         self.param = param
 
 
-class InvalidRequest(ExoNodeError):
-    code = "invalid_value"
+class InvalidRequest(ExoNodeError, code="invalid_value"):
+    """A request that no retry will make right."""
 
 
-class UnsupportedParameter(InvalidRequest):
-    code = "unsupported_parameter"
+class UnsupportedParameter(InvalidRequest, code="unsupported_parameter"):
+    """A field that this node does not implement."""
 
 
-class ContextLengthExceeded(InvalidRequest):
-    code = "context_length_exceeded"
+class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
+    """A prompt that leaves no room for an answer."""
 
 
-class PreviousResponseNotFound(InvalidRequest):
-    code = "previous_response_not_found"
+class PreviousResponseNotFound(InvalidRequest, code="previous_response_not_found"):
+    """The stored response to continue is not here."""
 
 
-class ModelNotFound(ExoNodeError):
-    code = "model_not_found"
+class ModelNotFound(ExoNodeError, code="model_not_found"):
+    """No card, folder or cached model has that id."""
 
 
-class PlacementNotFound(ExoNodeError):
-    code = "placement_not_found"
+class PlacementNotFound(ExoNodeError, code="placement_not_found"):
+    """No placement has that id."""
 
 
-class ResponseNotFound(ExoNodeError):
-    code = "response_not_found"
+class ResponseNotFound(ExoNodeError, code="response_not_found"):
+    """No stored response has that id."""
 
 
-class ResponsesUnavailable(ExoNodeError):
-    code = "responses_unavailable"
+class ResponsesUnavailable(ExoNodeError, code="responses_unavailable"):
+    """Stored responses cannot be read or written now."""
 
 
-class QueueFull(ExoNodeError):
-    code = "queue_full"
+class QueueFull(ExoNodeError, code="queue_full"):
+    """Too many requests are waiting."""
 
 
-class InsufficientMemory(ExoNodeError):
-    code = "insufficient_memory"
+class InsufficientMemory(ExoNodeError, code="insufficient_memory"):
+    """No allowed set of nodes can hold the model."""
 
 
-class PeerLost(ExoNodeError):
-    code = "peer_lost"
+class PeerLost(ExoNodeError, code="peer_lost"):
+    """A node or runner ended while it was needed."""
 
 
-class PeerRefused(PeerLost):
-    code = "peer_refused"
+class PeerRefused(PeerLost, code="peer_refused"):
+    """No process listens at its address."""
 
 
-class StateLost(PeerLost):
-    code = "state_lost"
+class StateLost(PeerLost, code="state_lost"):
+    """No node is gone, but what rebuilds a stage is."""
 
 
-class HeadGone(PeerLost):
-    code = "head_gone"
+class HeadGone(PeerLost, code="head_gone"):
+    """The node that was asked is the head no longer."""
 
 
-class LoadFailed(ExoNodeError):
-    code = "load_failed"
+class LoadFailed(ExoNodeError, code="load_failed"):
+    """A runner could not load its stage."""
 
 
-class NumericError(ExoNodeError):
-    code = "numeric_error"
+class NumericError(ExoNodeError, code="numeric_error"):
+    """The model gave NaN or infinity."""
 
 
-class InvalidCard(ExoNodeError):
-    code = "invalid_card"
+class InvalidCard(ExoNodeError, code="invalid_card"):
+    """A model card breaks the schema."""
 
 
-class InvalidCheckpoint(ExoNodeError):
-    code = "invalid_checkpoint"
+class InvalidCheckpoint(ExoNodeError, code="invalid_checkpoint"):
+    """A malformed config.json or safetensors file."""
 
 
-class DownloadFailed(ExoNodeError):
-    code = "download_failed"
+class DownloadFailed(ExoNodeError, code="download_failed"):
+    """The hub could not be reached or refused."""
 
 
-class InvalidFrame(ExoNodeError):
-    code = "invalid_frame"
+class InvalidFrame(ExoNodeError, code="invalid_frame"):
+    """A tensor frame is not what the stage expects."""
 
 
-class Untrusted(ExoNodeError):
-    code = "untrusted_peer"
+class Untrusted(ExoNodeError, code="untrusted_peer"):
+    """A peer showed no certificate of this cluster."""
 
 
-class OtherCluster(Untrusted):
-    code = "other_cluster"
+class OtherCluster(Untrusted, code="other_cluster"):
+    """A peer's certificate is of another cluster's key."""
 
 
-class DuplicateIdentity(Untrusted):
-    code = "duplicate_identity"
+class DuplicateIdentity(Untrusted, code="duplicate_identity"):
+    """Another process with the same node id runs."""
 
 
-class JoinRefused(ExoNodeError):
-    code = "join_refused"
+class JoinRefused(ExoNodeError, code="join_refused"):
+    """A node did not let another one in."""
 
 
-class RemovalRefused(ExoNodeError):
-    code = "removal_refused"
+class RemovalRefused(ExoNodeError, code="removal_refused"):
+    """A model's files may not be deleted now."""
 
 
-class PlacementSuperseded(ExoNodeError):
-    code = "placement_superseded"
+class PlacementSuperseded(ExoNodeError, code="placement_superseded"):
+    """A later request placed the model otherwise."""
 
 
-class DigitsDiffer(ExoNodeError):
-    code = "digits_differ"
+class DigitsDiffer(ExoNodeError, code="digits_differ"):
+    """The digits of two nodes did not match."""
 
 
-class JoinRequestNotFound(ExoNodeError):
-    code = "join_request_not_found"
+class JoinRequestNotFound(ExoNodeError, code="join_request_not_found"):
+    """No node asks to join under that id."""
 
 
-class InvalidSettings(ExoNodeError):
-    code = "invalid_settings"
+class InvalidSettings(ExoNodeError, code="invalid_settings"):
+    """A flag, variable or file of this node is wrong."""
 
 
 def _subclasses(kind: type[ExoNodeError]) -> list[type[ExoNodeError]]:

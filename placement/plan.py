@@ -8,12 +8,12 @@ from .card import ModelCard
 from .chunk import MOST, prefill_chunk, prefill_seconds
 from .cluster import ClusterView, StageAssignment
 from .context import LEAST, context_reason, fitting_context, longest_context
-from .cost import ASSUMED_MTP_SPEEDUP, layer_seconds, seconds_per_token, stage_bytes
+from .cost import ModelSizes, layer_seconds, seconds_per_token
 from .dtype import CHECKPOINTS
 from .errors import InsufficientMemory
 from .ids import ModelId
 from .kv_bits import UNQUANTISED, KvBits, cached_in, choose_kv_bits
-from .options import ANY, DEFAULT_CONTEXT, PlanOptions, limits_of, usual_context
+from .options import ANY, PlanOptions, limits_of, usual_context
 from .reasons import (
     caches_reason,
     choice_reason,
@@ -24,20 +24,6 @@ from .reasons import (
 )
 from .split_refusal import EMBEDDER, MAY_BE_SPLIT, SplitRefusal
 from .weighing import PlanRequest, Ranking, WeighedCandidate, rank, weigh_manual_split
-
-__all__ = [
-    "ASSUMED_MTP_SPEEDUP",
-    "DEFAULT_CONTEXT",
-    "Placement",
-    "PlanOptions",
-    "Preview",
-    "StageAssignment",
-    "plan",
-    "planned_bytes",
-    "preview",
-    "prompt_seconds",
-    "seconds_now",
-]
 
 _PREFILL_GAIN = 16
 """A row of a prompt takes at most that part of a decoded one, where nothing was measured."""
@@ -67,8 +53,6 @@ class Placement:
     """The bits of attention's caches on every stage."""
     prefill_chunk: int = MOST
     """Rows of a prompt in one forward."""
-    bound: float = 0.0
-    """Seconds a token that no allowed placement can beat; `score` itself where this is proven."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +63,7 @@ class Preview:
     runner_up: Placement | None
     """The best placement on other nodes; beside a manual split, the planner's own choice."""
     bound_s: float
-    """The same as `Placement.bound`."""
+    """Seconds a token that no allowed placement beats; `best.score` itself where this is proven."""
     candidates_considered: int
     """Sets of nodes that were weighed; the others were ruled out by a bound."""
     drafting: str
@@ -90,21 +74,10 @@ def plan(
     card: ModelCard,
     view: ClusterView,
     options: PlanOptions = ANY,
-    *,
-    native_mtp: bool = True,
     pipeline_refusal: SplitRefusal = MAY_BE_SPLIT,
 ) -> Placement:
-    """The placement that answers one request the fastest, by the costs of `cost.py`.
-
-    Exact for up to `search.EXACT_NODES` nodes; of more, a pipeline takes the fastest (`search.py`),
-    and `bound` says how much faster another might be. `native_mtp` is False where the operator
-    turned it off: no memory is kept for the head then. `pipeline_refusal` says where this model
-    must not be split. The same arguments give the same placement. Raises InsufficientMemory, and
-    InvalidRequest for options that cannot be met.
-    """
-    return preview(
-        card, view, options, native_mtp=native_mtp, pipeline_refusal=pipeline_refusal
-    ).best
+    """The best placement of `preview`, which has the same arguments and errors."""
+    return preview(card, view, options, pipeline_refusal).best
 
 
 def loaded_card(card: ModelCard, placement: Placement) -> ModelCard:
@@ -115,8 +88,9 @@ def loaded_card(card: ModelCard, placement: Placement) -> ModelCard:
 def planned_bytes(card: ModelCard, placement: Placement, number: int) -> int:
     """Bytes of its node that stage `number` takes, with its context and the planner's headroom."""
     stage, context = placement.stages[number], placement.context_length
-    mtp, card = not placement.mtp_off_reason, loaded_card(card, placement)
-    return stage_bytes(card, stage.first_layer, stage.end_layer, number == 0, context, mtp)
+    sizes = ModelSizes.of(loaded_card(card, placement), context)
+    mtp = not placement.mtp_off_reason
+    return sizes.need(stage.first_layer, stage.end_layer, generator=number == 0, mtp=mtp)
 
 
 def seconds_now(
@@ -130,7 +104,7 @@ def seconds_now(
     if len(stages) > 1:
         return seconds_per_token(card, stages, view)
     limits = limits_of(card, view, ANY, MAY_BE_SPLIT)
-    task = PlacementTask(card, view, limits, card.native_mtp is not None)
+    task = PlacementTask(card, view, limits)
     return candidate(task, (view.node(stages[0].node),), [card.num_layers]).seconds
 
 
@@ -154,25 +128,28 @@ def preview(
     card: ModelCard,
     view: ClusterView,
     options: PlanOptions = ANY,
-    *,
-    native_mtp: bool = True,
     pipeline_refusal: SplitRefusal = MAY_BE_SPLIT,
 ) -> Preview:
-    """The placement that `plan` returns, with the runner-up. Raises the same errors."""
+    """The placement that answers one request the fastest, by the costs of `cost.py`.
+
+    Exact for up to `search.EXACT_NODES` nodes; of more, a pipeline takes the fastest (`search.py`),
+    and `bound_s` says how much faster another might be. `pipeline_refusal` says where this model
+    must not be split. The same arguments give the same placement. Raises InsufficientMemory, and
+    InvalidRequest for options that cannot be met.
+    """
     pipeline_refusal = EMBEDDER if card.embeds else pipeline_refusal
-    mtp = native_mtp and card.native_mtp is not None
     kv_bits = choose_kv_bits(card, view, options.kv_bits)
     card = cached_in(card, kv_bits.bits)
-    request = PlanRequest(card, view, options, pipeline_refusal, mtp, kv_bits)
+    request = PlanRequest(card, view, options, pipeline_refusal, kv_bits)
     try:
-        return _preview(request, native_mtp=native_mtp)
+        return _preview(request)
     except InsufficientMemory as fault:
         context = _fitting_context(request)
         if options.context is not None or not options.shorten:
             raise with_context(fault, context) from None
     shortened = max(context, min(LEAST, usual_context(card)))
     try:
-        return _preview(replace(request, context=shortened), native_mtp=native_mtp)
+        return _preview(replace(request, context=shortened))
     except InsufficientMemory as fault:
         raise with_context(fault, context) from None
 
@@ -191,7 +168,7 @@ def _fitting_context(request: PlanRequest) -> int:
         return any(choice.candidate.speedup for choice in ranked) if drafting else True
 
     below = request.options.context or usual_context(request.card)
-    if request.mtp:
+    if request.card.native_mtp is not None:
         context = fitting_context(below, lambda tokens: fits(tokens, drafting=True))
         if context >= LEAST:
             return context
@@ -213,20 +190,20 @@ def _ranked(request: PlanRequest) -> tuple[list[WeighedCandidate], Ranking]:
     return ranked, ranking
 
 
-def _preview(request: PlanRequest, *, native_mtp: bool) -> Preview:
+def _preview(request: PlanRequest) -> Preview:
     ranked, ranking = _ranked(request)
     best, *others = ranked
     bound = min(ranking.floor, *(choice.candidate.seconds for choice in ranked))
     runner_up = None
     if others:
-        runner_up = _placement(request, others[0], str(others[0].candidate), None, bound)
+        runner_up = _placement(request, others[0], str(others[0].candidate), None)
     reason = _reason(best, ranked, ranking.floor, request)
     return Preview(
-        best=_placement(request, best, reason, runner_up and runner_up.reason, bound),
+        best=_placement(request, best, reason, runner_up and runner_up.reason),
         runner_up=runner_up,
         bound_s=bound,
         candidates_considered=ranking.sets,
-        drafting=drafting_reason(best.task, best.candidate, native_mtp=native_mtp),
+        drafting=drafting_reason(best.task, best.candidate),
     )
 
 
@@ -248,11 +225,7 @@ def _reason(
 
 
 def _placement(
-    request: PlanRequest,
-    choice: WeighedCandidate,
-    reason: str,
-    runner_up: str | None,
-    bound: float,
+    request: PlanRequest, choice: WeighedCandidate, reason: str, runner_up: str | None
 ) -> Placement:
     task, chosen = choice.task, choice.candidate
     context, mtp = longest_context(task, chosen, request.options), chosen.speedup > 0
@@ -268,5 +241,4 @@ def _placement(
         dtype_reason=choice.dtype.reason,
         kv_bits=request.kv_bits,
         prefill_chunk=prefill_chunk(task.card, chosen.nodes, chosen.stages, context, mtp=mtp),
-        bound=bound,
     )

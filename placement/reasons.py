@@ -94,7 +94,7 @@ def _why_split(
     else:
         cause = f"no node alone has enough memory ({memory_needed(task)})"
     no_mtp = "; no native MTP: it runs only where one node holds the whole model"
-    return f"{best}: {ranges}{short}, because {cause}" + (no_mtp if task.mtp else "")
+    return f"{best}: {ranges}{short}, because {cause}" + (no_mtp if task.card.native_mtp else "")
 
 
 def _speedup(single: Candidate) -> str:
@@ -108,18 +108,16 @@ def _speedup(single: Candidate) -> str:
     return f"native MTP is expected to make it {single.speedup:.3g} times as fast ({source})"
 
 
-def drafting_reason(task: PlacementTask, best: Candidate, *, native_mtp: bool) -> str:
+def drafting_reason(task: PlacementTask, best: Candidate) -> str:
     """Why the model will or will not draft there, with the remedy."""
     if task.card.native_mtp is None:
         return undeclared_reason(task.card.id)
-    if not native_mtp:
-        return "native MTP is turned off"
     return mtp_off_reason(task, best) or _speedup(best)
 
 
 def mtp_off_reason(task: PlacementTask, best: Candidate) -> str:
     """Why a head that the card declares is not loaded; empty where it is."""
-    if not task.mtp or best.speedup:
+    if task.card.native_mtp is None or best.speedup:
         return ""
     if len(best.nodes) > 1:
         return split_reason(len(best.nodes))

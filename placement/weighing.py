@@ -25,8 +25,6 @@ class PlanRequest:
     view: ClusterView
     options: PlanOptions
     refusal: SplitRefusal
-    mtp: bool
-    """Whether the card declares a head and the operator lets it draft."""
     kv_bits: KvBits
     context: int | None = None
     """Tokens in place of those of `options`, which fit nowhere."""
@@ -36,7 +34,7 @@ class PlanRequest:
         view = self.view.measured_in(dtype)
         limits = limits_of(self.card, view, self.options, self.refusal)
         limits = replace(limits, context=self.context or limits.context)
-        return PlacementTask(self.card.computed_in(dtype), view, limits, self.mtp)
+        return PlacementTask(self.card.computed_in(dtype), view, limits)
 
 
 @dataclass(frozen=True, slots=True)

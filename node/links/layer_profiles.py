@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 MAX_BYTES: Final = 1 << 16
 MAX_PROFILES: Final = 64
 """The number of profiles in a heartbeat, the latest ones."""
+MAX_FILES: Final = 512
+"""The number of files that a start reads, the latest ones: what others have is measured again."""
 TIMES: Final = ("decode_s", "verify_s", "verify_rows", "prefill_s", "prefill_rows", "tail_s")
 """The fields of a measurement: of a file, a message and the API."""
 VOTES: Final = 9
@@ -116,7 +118,7 @@ class LayerProfiles:
         self._lock = threading.Lock()
         """`store` runs in threads, because it blocks."""
         files = ((p.lstat().st_mtime_ns, p) for p in folder.glob(f"{_PREFIX}*.json"))
-        for _, path in sorted(files):
+        for _, path in sorted(files)[-MAX_FILES:]:
             self._read(path)
 
     @classmethod
@@ -160,7 +162,7 @@ class LayerProfiles:
             if profile is None:
                 return
             votes = self._votes.setdefault(key, _Votes(profile, deque([1.0], VOTES)))
-            if _SHORTEST_S <= step_s <= _LONGEST_S:
+            if layers > 0 and _SHORTEST_S <= step_s <= _LONGEST_S:
                 votes.factors.append(step_s / votes.measured.seconds(layers, tail=whole))
             corrected = votes.measured.scaled(votes.factor)
             if _is_near(corrected.decode_s, profile.decode_s):

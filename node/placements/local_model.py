@@ -14,7 +14,8 @@ from ...placement.drafting import initial_depth
 from ...placement.errors import InvalidCheckpoint, ModelNotFound
 from ...placement.ids import ModelId, NodeId, PlacementId
 from ...placement.library import not_here
-from ...placement.plan import Placement, PlanOptions, plan
+from ...placement.options import PlanOptions
+from ...placement.plan import Placement, plan
 from ...proto import peer_pb2 as pb
 from ..links.layer_profiles import LayerProfiles
 from ..machine.hardware import Hardware, detect_hardware

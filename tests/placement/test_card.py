@@ -366,10 +366,11 @@ def test_a_card_never_changes() -> None:
 def test_caches_are_counted_where_every_fourth_layer_holds_one() -> None:
     types = ["linear_attention"] * 3 + ["full_attention"]
     hybrid = card(num_layers=16, num_attention_layers=4)
+    per_layer = hybrid.kv_bytes_per_layer_token
     for first in range(17):
         for end in range(first, 17):
             held = (types * 4)[first:end].count("full_attention")
-            assert hybrid.attention_layers(first, end) == held
+            assert ModelSizes.of(hybrid, 1).caches(first, end) == held * per_layer
 
 
 def test_kv_is_two_rows_of_heads() -> None:
@@ -423,7 +424,7 @@ def test_untied_embeddings_are_held_twice_and_read_once() -> None:
     tied, untied = card(tie_word_embeddings=True), card()
     assert tied.endpoint_bytes == 100 * 64 * 2
     assert untied.endpoint_bytes == 2 * tied.endpoint_bytes
-    assert untied.lm_head_bytes == tied.lm_head_bytes == tied.endpoint_bytes
+    assert untied.embedding_bytes == tied.embedding_bytes == tied.endpoint_bytes
 
 
 def test_quantised_weights_carry_half_a_bit_of_scales() -> None:

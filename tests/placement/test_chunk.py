@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import cards
 import pytest
 
 from exo_node.placement.card import ModelCard
@@ -9,26 +10,15 @@ from exo_node.placement.chunk import CHUNK_S, LEAST, MOST
 from exo_node.placement.cluster import OWN, ClusterView, NodeFacts
 from exo_node.placement.ids import NodeId
 from exo_node.placement.options import PlanOptions
-from exo_node.placement.parse_card import parse_card
 from exo_node.placement.plan import plan
 
 LAYERS = 8
 
 
 def card(weights: int = 10**8, **changes: object) -> ModelCard:
-    facts = {
-        "id": "m",
-        "model_type": "llama",
-        "num_layers": LAYERS,
-        "hidden_size": 1024,
-        "vocab_size": 1000,
-        "num_attention_layers": LAYERS,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "context_length": 32768,
-        "weight_bytes": 2 * weights,
-    }
-    return parse_card(facts | changes, "test.toml")
+    facts = {"hidden_size": 1024, "vocab_size": 1000, "num_key_value_heads": 8, "head_dim": 128}
+    facts |= {"context_length": 32768, "weight_bytes": 2 * weights}
+    return cards.card(LAYERS, **facts | changes)
 
 
 def node(name: str = "a", seconds: float = 0.0, **changes: object) -> NodeFacts:

@@ -3,38 +3,21 @@
 from dataclasses import replace
 
 import pytest
+from cards import MTP, card, stage_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 
 from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import ClusterView, NodeFacts
 from exo_node.placement.context import LEAST, STEP
-from exo_node.placement.cost import stage_bytes
 from exo_node.placement.errors import InsufficientMemory
 from exo_node.placement.fitting import fit
 from exo_node.placement.ids import NodeId
 from exo_node.placement.options import DEFAULT_CONTEXT, PlanOptions
-from exo_node.placement.parse_card import parse_card
 from exo_node.placement.plan import Placement, plan
 from exo_node.placement.reasons import first_clause
 
 MOST = 262_144
-
-
-def card(**changes: object) -> ModelCard:
-    facts = {
-        "id": "m",
-        "model_type": "llama",
-        "num_layers": 12,
-        "hidden_size": 1,
-        "vocab_size": 1,
-        "num_attention_layers": 12,
-        "num_key_value_heads": 1,
-        "head_dim": 1,
-        "context_length": MOST,
-        "weight_bytes": 1_000_000,
-    }
-    return parse_card(facts | changes, "test.toml")
 
 
 def cluster(*memory: int) -> ClusterView:
@@ -45,8 +28,7 @@ def cluster(*memory: int) -> ClusterView:
     )
 
 
-LONG = card()
-MTP = {"default_k": 1, "max_k": 3}
+LONG = card(context_length=MOST)
 
 
 def bytes_of(model: ModelCard, context: int, *, mtp: bool = False) -> int:
@@ -132,7 +114,7 @@ def test_a_split_by_hand_is_shortened_by_the_node_with_the_least_room() -> None:
 
 
 def test_a_context_is_shortened_enough_for_the_draft_head() -> None:
-    model = card(native_mtp=MTP)
+    model = card(native_mtp=MTP, context_length=MOST)
     found = plan(model, cluster(bytes_of(model, 8192, mtp=True)))
     assert (found.context_length, found.mtp_off_reason) == (8192, "")
     bare = plan(model, cluster(bytes_of(model, LEAST)))
@@ -141,7 +123,7 @@ def test_a_context_is_shortened_enough_for_the_draft_head() -> None:
 
 
 def test_the_draft_head_is_counted_and_never_given_up_for_a_longer_context() -> None:
-    model = card(native_mtp=MTP)
+    model = card(native_mtp=MTP, context_length=MOST)
     found = plan(model, cluster(leaving(65_536, model, mtp=True)))
     assert (found.context_length, found.mtp_off_reason) == (65_536, "")
     room = leaving(65_536, model, mtp=True) - 2

@@ -1,7 +1,9 @@
 import math
 from dataclasses import replace
 
+import cards
 import pytest
+from cards import stage_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,10 +20,8 @@ from exo_node.placement.cost import (
     SERIALISATION_S,
     mtp_speedup,
     seconds_per_token,
-    stage_bytes,
 )
 from exo_node.placement.ids import NodeId
-from exo_node.placement.parse_card import parse_card
 
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 LAYER, ENDS = 10_000, 2 * 100 * 64 * 2  # bytes: a layer; embeddings and lm_head, untied
@@ -29,19 +29,9 @@ KV = 2 * 2 * 16 * 2  # bytes of one token in one layer
 
 
 def card(**changes: object) -> ModelCard:
-    facts = {
-        "id": "m",
-        "model_type": "llama",
-        "num_layers": 8,
-        "hidden_size": 64,
-        "vocab_size": 100,
-        "num_attention_layers": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "context_length": 1000,
-        "weight_bytes": ENDS + 8 * LAYER,
-    }
-    return parse_card(facts | changes, "test.toml")
+    facts = {"hidden_size": 64, "vocab_size": 100, "num_attention_layers": 2, "head_dim": 16}
+    facts |= {"num_key_value_heads": 2, "weight_bytes": ENDS + 8 * LAYER}
+    return cards.card(8, **facts | changes)
 
 
 def mtp_card() -> ModelCard:

@@ -1,6 +1,7 @@
 from itertools import product
 
 import pytest
+from cards import card
 
 from exo_node.placement.card import ModelCard
 from exo_node.placement.drafting import (
@@ -14,22 +15,9 @@ from exo_node.placement.drafting import (
     split_reason,
 )
 from exo_node.placement.errors import InvalidRequest
-from exo_node.placement.parse_card import parse_card
 
-FACTS: dict[str, object] = {
-    "id": "tiny",
-    "model_type": "qwen3_5",
-    "num_layers": 8,
-    "hidden_size": 64,
-    "vocab_size": 100,
-    "num_attention_layers": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "context_length": 1000,
-    "weight_bytes": 1_000_000,
-}
-DECLARED = parse_card(FACTS | {"native_mtp": {"default_k": 2, "max_k": 3}}, "test.toml")
-UNDECLARED = parse_card(FACTS, "test.toml")
+DECLARED = card(native_mtp={"default_k": 2, "max_k": 3})
+UNDECLARED = card()
 
 LOADED = HeadState(True)
 MISSING = HeadState(False, "no mtp.* tensors were found; download them with `exo-node pull tiny`")
@@ -133,9 +121,9 @@ def test_no_combination_drafts_beyond_its_rules_or_declines_without_a_remedy() -
         (ON, BY_VARIABLE, BY_PAGE),
         (None, 0, 1, 2, 3),
     )
-    for card, stages, head, enabled, asked in everything:
-        drafting = choose_drafting(card, stages, head, enabled, asked)
-        may = card is DECLARED and stages == 1 and head.loaded and enabled.enabled and asked != 0
+    for model, stages, head, enabled, asked in everything:
+        drafting = choose_drafting(model, stages, head, enabled, asked)
+        may = model is DECLARED and stages == 1 and head.loaded and enabled.enabled and asked != 0
         assert (drafting.kind == "native_mtp") is may
         assert (drafting.k > 0) is may
         if not may:

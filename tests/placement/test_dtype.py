@@ -3,34 +3,24 @@
 import re
 from dataclasses import replace
 
+import cards
 import pytest
+from cards import stage_bytes
 
 from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import OWN, ClusterView, LayerProfile, NodeFacts
-from exo_node.placement.cost import stage_bytes
 from exo_node.placement.fitting import fit
 from exo_node.placement.ids import NodeId
 from exo_node.placement.options import PlanOptions
-from exo_node.placement.parse_card import parse_card
 from exo_node.placement.plan import Placement, plan, planned_bytes, preview
 
 MB = 10**6
-FACTS = {
-    "id": "m",
-    "model_type": "llama",
-    "num_layers": 8,
-    "hidden_size": 64,
-    "vocab_size": 1000,
-    "num_attention_layers": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "context_length": 1000,
-    "weight_bytes": 100 * MB,
-}
 
 
 def card(**changes: object) -> ModelCard:
-    return parse_card(FACTS | changes, "test.toml")
+    facts = {"hidden_size": 64, "vocab_size": 1000, "num_key_value_heads": 2, "head_dim": 64}
+    facts |= {"context_length": 1000, "weight_bytes": 100 * MB}
+    return cards.card(8, **facts | changes)
 
 
 def cpu(name: str, memory: int = 10**9, **changes: object) -> NodeFacts:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import cards
 import pytest
 
 from exo_node.placement.card import ModelCard
@@ -12,7 +13,6 @@ from exo_node.placement.errors import InvalidCard, InvalidRequest
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.placement.kv_bits import KvBits, choose_kv_bits, load_refusal, refusal_in, source_of
 from exo_node.placement.options import PlanOptions
-from exo_node.placement.parse_card import parse_card
 from exo_node.placement.plan import plan, planned_bytes
 
 GB = 10**9
@@ -21,19 +21,9 @@ VIEW = ClusterView((HERE,))
 
 
 def card(**changes: object) -> ModelCard:
-    facts = {
-        "id": "m",
-        "model_type": "llama",
-        "num_layers": 16,
-        "hidden_size": 1024,
-        "vocab_size": 1000,
-        "num_attention_layers": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "context_length": 262_144,
-        "weight_bytes": GB,
-    }
-    return parse_card(facts | changes, "test.toml")
+    facts = {"hidden_size": 1024, "vocab_size": 1000, "num_key_value_heads": 8, "head_dim": 128}
+    facts |= {"context_length": 262_144, "weight_bytes": GB}
+    return cards.card(16, **facts | changes)
 
 
 LATENTS = {"kv_row_width": 576}

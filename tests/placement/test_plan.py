@@ -1,39 +1,26 @@
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import cards
 import pytest
+from cards import MTP, stage_bytes
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import ClusterView, LayerProfile, LinkFacts, NodeFacts
-from exo_node.placement.cost import seconds_per_token, stage_bytes
+from exo_node.placement.cost import seconds_per_token
 from exo_node.placement.errors import InsufficientMemory, InvalidRequest
 from exo_node.placement.fitting import fit, speed_of
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.placement.options import PlanOptions
-from exo_node.placement.parse_card import parse_card
-from exo_node.placement.plan import Placement, plan
+from exo_node.placement.plan import Placement, plan, preview
 
 KB = 1024
-MTP = {"default_k": 1, "max_k": 3}
 
 
 def card(layers: int = 12, weight_bytes: int = 1000 * KB, **changes: object) -> ModelCard:
-    """Ends and caches so small that `weight_bytes` are the layers."""
-    facts = {
-        "id": "m",
-        "model_type": "llama",
-        "num_layers": layers,
-        "hidden_size": 1,
-        "vocab_size": 1,
-        "num_attention_layers": layers,
-        "num_key_value_heads": 1,
-        "head_dim": 1,
-        "context_length": 1,
-        "weight_bytes": weight_bytes,
-    }
-    return parse_card(facts | changes, "test.toml")
+    return cards.card(layers, weight_bytes=weight_bytes, **changes)
 
 
 def cluster(*memory: int, bandwidth: tuple[float, ...] = ()) -> ClusterView:
@@ -127,7 +114,6 @@ def test_a_split_says_why_and_why_it_cannot_draft() -> None:
     assert "has 2 stages" in needed.mtp_off_reason
     assert "native MTP" not in plan(card(), view).reason
     assert plan(card(), view).mtp_off_reason == ""
-    assert plan(model, view, native_mtp=False).mtp_off_reason == ""
 
 
 def test_a_node_without_room_for_the_head_still_holds_the_model() -> None:
@@ -138,7 +124,6 @@ def test_a_node_without_room_for_the_head_still_holds_the_model() -> None:
     assert "with the MTP head m needs 0.01 GB, and node-a has 0.00 GB" in placement.mtp_off_reason
     assert "free memory there" in placement.mtp_off_reason
     assert placement.mtp_off_reason in placement.reason
-    assert plan(model, cluster(bare), native_mtp=False).mtp_off_reason == ""
     full = stage_bytes(model, 0, 12, True, 1, True)
     assert plan(model, cluster(full)).mtp_off_reason == ""
 
@@ -167,16 +152,17 @@ def test_of_equally_fast_sets_the_one_with_less_to_download_wins() -> None:
 
 
 def test_beyond_eight_nodes_the_fastest_and_roomiest_come_first_and_the_bound_is_honest() -> None:
-    roomy = plan(card(), cluster(*[200 * KB] * 20, 700 * KB, 700 * KB))
-    assert set(layers_of(roomy)) == {"u", "v"}
-    assert roomy.bound == roomy.score  # whatever a smaller node adds, it adds a hop
-    assert "nothing can take less than" not in roomy.reason
+    roomy = preview(card(), cluster(*[200 * KB] * 20, 700 * KB, 700 * KB))
+    assert set(layers_of(roomy.best)) == {"u", "v"}
+    assert roomy.bound_s == roomy.best.score  # whatever a smaller node adds, it adds a hop
+    assert "nothing can take less than" not in roomy.best.reason
     speeds = tuple(1e9 + 1e8 * at for at in range(12))
-    fastest = plan(card(), cluster(*[300 * KB] * 12, bandwidth=speeds))
-    assert set(layers_of(fastest)) <= set("efghijkl")
-    assert 0 < fastest.bound < fastest.score
-    assert "; of more than 8 nodes, those that compute a layer fastest come first" in fastest.reason
-    assert "nothing can take less than" in fastest.reason
+    fastest = preview(card(), cluster(*[300 * KB] * 12, bandwidth=speeds))
+    assert set(layers_of(fastest.best)) <= set("efghijkl")
+    assert 0 < fastest.bound_s < fastest.best.score
+    reason = fastest.best.reason
+    assert "; of more than 8 nodes, those that compute a layer fastest come first" in reason
+    assert "nothing can take less than" in reason
     assert len(plan(card(), cluster(*[300 * KB] * 12), asking(min_nodes=10)).stages) == 10
 
 

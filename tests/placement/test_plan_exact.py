@@ -10,17 +10,15 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, combinations, permutations
 
 import pytest
+from cards import MTP, card
 
 from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import ClusterView, LayerProfile, LinkFacts, NodeFacts
 from exo_node.placement.errors import InsufficientMemory
 from exo_node.placement.ids import NodeId
 from exo_node.placement.options import PlanOptions
-from exo_node.placement.parse_card import parse_card
 from exo_node.placement.plan import Preview, preview
 from exo_node.placement.split_refusal import MAY_BE_SPLIT, SplitRefusal
-
-MTP = {"default_k": 1, "max_k": 3}
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,6 @@ class Case:
     card: ModelCard
     view: ClusterView
     options: PlanOptions
-    native_mtp: bool
     refusal: SplitRefusal = MAY_BE_SPLIT
 
 
@@ -40,26 +37,21 @@ def random_case(seed: int, *, unlike: bool = False, nodes: int = 6, fewest: int 
     rng = random.Random(seed)
     layers = rng.randint(2, 8)
     cached = rng.randint(1, layers - 1) if unlike else rng.choice([0, layers])
-    mtp = {"native_mtp": MTP} if rng.random() < 0.5 else {}
-    card = parse_card(
-        {
-            "id": "m",
-            "model_type": "llama",
-            "num_layers": layers,
-            "hidden_size": rng.choice([64, 512]),
-            "vocab_size": rng.choice([100, 5000]),
-            "num_attention_layers": cached,
-            "num_key_value_heads": 2,
-            "head_dim": rng.choice([8, 64]),
-            "context_length": 1000,
-            "weight_bytes": rng.randint(20, 60) * 1_000_000,
-            "tie_word_embeddings": rng.random() < 0.3,
-        }
-        | mtp,
-        "test.toml",
+    mtp = MTP if rng.random() < 0.5 else None
+    model = card(
+        layers,
+        hidden_size=rng.choice([64, 512]),
+        vocab_size=rng.choice([100, 5000]),
+        num_attention_layers=cached,
+        num_key_value_heads=2,
+        head_dim=rng.choice([8, 64]),
+        context_length=1000,
+        weight_bytes=rng.randint(20, 60) * 1_000_000,
+        tie_word_embeddings=rng.random() < 0.3,
+        native_mtp=mtp,
     )
     size = rng.randint(fewest, nodes)
-    share = card.weight_bytes * rng.choice([0.3, 0.6, 1.5])
+    share = model.weight_bytes * rng.choice([0.3, 0.6, 1.5])
     facts = tuple(
         NodeFacts(
             NodeId(f"n{i}"),
@@ -80,7 +72,7 @@ def random_case(seed: int, *, unlike: bool = False, nodes: int = 6, fewest: int 
         max_nodes=rng.choice([None, rng.randint(least, size)]),
         context=rng.choice([None, 1, 700]),
     )
-    return Case(card, ClusterView(facts, links), options, rng.random() < 0.8)
+    return Case(model, ClusterView(facts, links), options)
 
 
 def random_profile(rng: random.Random) -> LayerProfile:
@@ -144,7 +136,7 @@ def hops(card: ModelCard, view: ClusterView, nodes: tuple[NodeFacts, ...]) -> fl
 
 def speedup(case: Case, nodes: tuple[NodeFacts, ...]) -> float:
     card, generator = case.card, next(iter(nodes))
-    if len(nodes) > 1 or card.native_mtp is None or not case.native_mtp:
+    if len(nodes) > 1 or card.native_mtp is None:
         return 1.0
     if not fit(case, nodes, (card.num_layers,), head=True):
         return 1.0
@@ -182,13 +174,7 @@ def fit(
 
 def planned(case: Case) -> Preview | None:
     try:
-        return preview(
-            case.card,
-            case.view,
-            case.options,
-            native_mtp=case.native_mtp,
-            pipeline_refusal=case.refusal,
-        )
+        return preview(case.card, case.view, case.options, case.refusal)
     except InsufficientMemory:
         return None
 

@@ -8,13 +8,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
+from cards import stage_bytes
 from nodes import Node, Reply, chat_body, copy_key, eventually, grpc_address, node, sees
 from small import small_checkpoint
 from test_bad_input import CHAT
 
 from exo_node.node.store.library import ModelLibrary
 from exo_node.placement.card import ModelCard
-from exo_node.placement.cost import stage_bytes
 from exo_node.placement.ids import ModelId
 
 pytestmark = pytest.mark.timeout(900)

@@ -13,7 +13,7 @@ from nodes import COMMAND, Node, copy_key, eventually, grpc_address, node, sees
 
 from exo_node.placement.errors import LoadFailed
 from exo_node.placement.ids import ModelId, NodeId
-from exo_node.placement.plan import PlanOptions
+from exo_node.placement.options import PlanOptions
 from exo_node.placement.split_refusal import MAY_BE_SPLIT, SplitRefusal
 from exo_node.proto import peer_pb2 as pb
 

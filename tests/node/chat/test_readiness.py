@@ -12,7 +12,7 @@ from exo_node.node.machine.timing import LOCAL, Timing
 from exo_node.node.placements.placements import Placements
 from exo_node.placement.errors import PeerLost
 from exo_node.placement.ids import ModelId
-from exo_node.placement.plan import PlanOptions
+from exo_node.placement.options import PlanOptions
 from exo_node.proto import peer_pb2 as pb
 
 TOKEN = pb.GenerateEvent(delta=pb.Delta(round=pb.Round(tokens=[1])))

@@ -12,7 +12,8 @@ from exo_node.node.placements.state import Epoch, RunnerKey, StagedPlan, StageRu
 from exo_node.placement.cluster import ClusterView, NodeFacts
 from exo_node.placement.ids import ModelId, NodeId, PlacementId
 from exo_node.placement.library import packaged_cards
-from exo_node.placement.plan import PlanOptions, plan
+from exo_node.placement.options import PlanOptions
+from exo_node.placement.plan import plan
 from exo_node.proto import peer_pb2 as pb
 
 CARD = packaged_cards()[ModelId("demo")]

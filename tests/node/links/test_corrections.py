@@ -28,13 +28,15 @@ def times(decode_s: float = 1e-2, tail_s: float = 5e-3) -> pb.LayerTimes:
     )
 
 
-def spec(*, stages: int = 1, dtype: str = "float32", checkpoint: str = "f") -> pb.StageSpec:
+def spec(
+    *, stages: int = 1, dtype: str = "float32", checkpoint: str = "f", layers: int = LAYERS
+) -> pb.StageSpec:
     return pb.StageSpec(
         checkpoint_sha256=checkpoint,
         dtype=dtype,
         num_stages=stages,
         first_layer=0,
-        end_layer=LAYERS,
+        end_layer=layers,
     )
 
 
@@ -120,7 +122,8 @@ def test_nonsense_and_strangers_correct_nothing(tmp_path: Path) -> None:
     for seconds in (0.0, -1.0, float("nan"), float("inf"), 1e18, 5e-324, 1e-300):
         for _ in range(2 * VOTES):
             profiles.correct(spec(), seconds)
-    for stranger in (spec(dtype="bfloat16"), spec(checkpoint="g"), spec(checkpoint="")):
+    strangers = [spec(dtype="bfloat16"), spec(checkpoint="g"), spec(checkpoint="")]
+    for stranger in (*strangers, spec(stages=2, layers=0), spec(layers=0)):
         for _ in range(2):
             profiles.correct(stranger, 1e-6)
     assert profiles.times() == [times()]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from exo_node.node.links import layer_profiles
 from exo_node.node.links.layer_profiles import LayerProfiles
 from exo_node.proto import peer_pb2 as pb
 
@@ -57,6 +58,21 @@ def test_another_condition_is_another_profile(
     # Profiles of another device or MLX are not published; those of another model are.
     same_machine = (device, mlx) == ("M4, metal", "1")
     assert profiles.times() == ([times()] if same_machine else [])
+
+
+def test_a_start_reads_the_latest_files_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer_profiles, "MAX_FILES", 2)
+    profiles = open_profiles(tmp_path)
+    for at in range(4):
+        before = set(tmp_path.iterdir())
+        profiles.store(f"f{at}", times(model=f"m{at}"))
+        [written] = set(tmp_path.iterdir()) - before
+        os.utime(written, (at, at))
+    again = open_profiles(tmp_path)
+    assert [each.model for each in again.times()] == ["m2", "m3"]
+    assert again.missing("f0", "float32", generator=False)
 
 
 def test_a_generators_tail_is_measured_once(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, cast
 
+from cards import stage_bytes
+
 from exo_node.node.cluster.desired import DesiredPlacements
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.timing import LAN, Timing
@@ -21,7 +23,6 @@ from exo_node.node.placements.state import Epoch, LiveNode
 from exo_node.node.runners.runner_client import Endpoint
 from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import ClusterView, NodeFacts
-from exo_node.placement.cost import stage_bytes
 from exo_node.placement.drafting import EnabledState
 from exo_node.placement.errors import (
     ExoNodeError,

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from cards import stage_bytes
 from clocks import Clock
 from fakes import NODE, FakeFacts, FakeStages, leading
 
@@ -13,7 +14,6 @@ from exo_node.node.placements.loaded_placement import LoadedPlacement
 from exo_node.node.placements.state import LiveNode
 from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import OWN, ClusterView, NodeFacts
-from exo_node.placement.cost import stage_bytes
 from exo_node.placement.errors import InsufficientMemory
 from exo_node.placement.ids import ModelId, NodeId, PlacementId
 from exo_node.placement.options import DEFAULT_CONTEXT, PlanOptions

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from cards import stage_bytes
 from embedders import ENCODERS, copied, encoder
 
 from exo_node.node.store import listing
@@ -11,7 +12,6 @@ from exo_node.node.store.hub_cache import HubCache
 from exo_node.node.store.library import KnownModel, ModelLibrary
 from exo_node.node.store.model_folder import is_model_file
 from exo_node.placement.cluster import ClusterView, NodeFacts
-from exo_node.placement.cost import stage_bytes
 from exo_node.placement.errors import InvalidCheckpoint
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.placement.parse_card import derive_card
