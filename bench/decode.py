@@ -32,7 +32,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.utils import load as load_mlx_lm
 
 from exo_node.mtp.steps import Prefilled
-from exo_node.mtp.types import GenerationStats, Penalties, Sampling
+from exo_node.mtp.types import GenerationStats, Sampling
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.events import AnswerEnd, Delta
 from exo_node.shard.engine.parameters import Parameters
@@ -61,7 +61,7 @@ LOW_PROMPTS = tuple((Path(__file__).parent / "low.txt").read_text().splitlines()
 SETS: Mapping[str, PromptSet] = {
     "demo": PromptSet(DEMO_PROMPTS),
     "temperature-1": PromptSet(DEMO_PROMPTS, Sampling(temperature=1.0), ignore_end=True),
-    "low": PromptSet(LOW_PROMPTS, Sampling(penalties=Penalties(3.0, context_size=256)), True),
+    "low": PromptSet(LOW_PROMPTS, Sampling(3.0, repetition_context_size=256), True),
 }
 
 Arm = Callable[[Sequence[int]], tuple[int, float, dict[str, int]]]
@@ -136,10 +136,10 @@ class MlxLm:
 
     def arm(self, prompt_set: PromptSet) -> Arm:
         s = prompt_set.sampling
-        penalty = s.penalties.repetition
+        penalty = s.repetition_penalty
         processors = make_logits_processors(
             repetition_penalty=None if penalty == 1 else penalty,
-            repetition_context_size=s.penalties.context_size,
+            repetition_context_size=s.repetition_context_size,
         )
         # Without end tokens there is no text to follow: its bare loop, to its advantage.
         step = partial(generate_step, model=self._model)

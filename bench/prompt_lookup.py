@@ -42,7 +42,7 @@ from exo_node.shard.model import loader_import  # before MLX, so that products o
 from engines import DEMO
 from engines import spec as stage_spec
 
-from exo_node.mtp.types import Penalties, Round, Sampling
+from exo_node.mtp.types import Round, Sampling
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.events import AnswerEnd, Delta
 from exo_node.shard.engine.options import EngineOptions
@@ -227,7 +227,7 @@ def options(kind: str, engine: TextEngine) -> dict[str, Any]:
         case "seeded":
             return {"sampling": Sampling(temperature=0.7, seed=3)}
         case "penalised":
-            return {"sampling": Sampling(penalties=Penalties(repetition=1.05, context_size=40))}
+            return {"sampling": Sampling(repetition_penalty=1.05, repetition_context_size=40)}
         case "grammar":
             spec = GrammarSpec("json_schema", json.dumps({"type": "string"}), "f")
             return {"grammar": engine.codec.grammars.compile(spec, Gate())}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors
 
-from .types import Penalties
+from .types import Sampling
 
 Processor = Callable[[mx.array, mx.array], mx.array]
 """mlx-lm's: (tokens, logits) -> logits, which it may write to."""
@@ -18,12 +18,12 @@ Processor = Callable[[mx.array, mx.array], mx.array]
 class Processors:
     """One request's logits processors and the committed tokens that they depend on."""
 
-    def __init__(self, penalties: Penalties, prompt: Sequence[int]) -> None:
-        self._penalties = penalties
-        self._processors = _processors(penalties, dict(penalties.logit_bias))
+    def __init__(self, sampling: Sampling, prompt: Sequence[int]) -> None:
+        self._sampling = sampling
+        self._processors = _processors(sampling, dict(sampling.logit_bias))
         self._narrow: dict[int, list[Processor]] = {}
         self._vocabulary: int | None = None
-        self._window = penalties.context_size
+        self._window = sampling.repetition_context_size
         recent = [token for token in prompt[-self._window :] if token >= 0]  # not of images
         self._recent = mx.array(recent, dtype=mx.int32)
 
@@ -63,8 +63,8 @@ class Processors:
         """`_row` for the first ids only: the other ids share an extra column, which is dropped."""
         width = logits.shape[-1]
         if width not in self._narrow:
-            bias = {i: b for i, b in self._penalties.logit_bias if i < width}
-            self._narrow[width] = _processors(self._penalties, bias)
+            bias = {i: b for i, b in self._sampling.logit_bias if i < width}
+            self._narrow[width] = _processors(self._sampling, bias)
         prefix = mx.minimum(self._prefix(drafts, count), width)
         widened = mx.pad(logits, [(0, 0), (0, 1)])
         return _applied(self._narrow[width], prefix, widened)[:, :width]
@@ -75,15 +75,15 @@ class Processors:
         return mx.concatenate([self._recent, drafts[:count]])
 
 
-def _processors(p: Penalties, bias: dict[int, float]) -> list[Processor]:
+def _processors(s: Sampling, bias: dict[int, float]) -> list[Processor]:
     return make_logits_processors(
         logit_bias=bias or None,
-        repetition_penalty=None if p.repetition == 1 else p.repetition,
-        repetition_context_size=p.context_size,
-        presence_penalty=p.presence,
-        presence_context_size=p.context_size,
-        frequency_penalty=p.frequency,
-        frequency_context_size=p.context_size,
+        repetition_penalty=None if s.repetition_penalty == 1 else s.repetition_penalty,
+        repetition_context_size=s.repetition_context_size,
+        presence_penalty=s.presence_penalty,
+        presence_context_size=s.repetition_context_size,
+        frequency_penalty=s.frequency_penalty,
+        frequency_context_size=s.repetition_context_size,
     )
 
 

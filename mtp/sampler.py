@@ -36,7 +36,7 @@ class Sampler:
         self._sampling = sampling
         self._noise = Noise(entropy if sampling.seed is None else sampling.seed)
         self._distribution = TargetDistribution(sampling, self._noise, special_tokens)
-        self._processors = Processors(sampling.penalties, prompt)
+        self._processors = Processors(sampling, prompt)
         self._grammar = None if grammar is None else GrammarMask(grammar)
         self._bar = EndBar(ends, sampling.min_tokens) if sampling.min_tokens else None
 

@@ -13,31 +13,14 @@ COLDEST = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
-class Penalties:
-    """Changes of logits before sampling, as mlx-lm's `make_logits_processors` defines them.
-
-    The penalties apply to the last `context_size` tokens, the prompt's included. `repetition` 1
-    and the others at 0 are off; `logit_bias` pairs ids with the number added to their logits.
-    """
-
-    repetition: float = 1.0
-    presence: float = 0.0
-    frequency: float = 0.0
-    context_size: int = 20
-    logit_bias: tuple[tuple[int, float], ...] = ()
-
-    @property
-    def active(self) -> bool:
-        return self != Penalties(context_size=self.context_size)
-
-
-@dataclass(frozen=True, slots=True)
 class Sampling:
-    """The target distribution: filters at temperature 1 in mlx-lm's order, then temperature.
+    """The target distribution: penalties, filters at temperature 1, then temperature; as in mlx-lm.
 
-    `temperature` below COLDEST is greedy. `top_p` 1, `top_k` 0, `min_p` 0 and `xtc_probability` 0
-    are off. With `seed`, noise is keyed by absolute position, so the tokens do not depend on K.
-    End tokens have probability 0 until the answer has `min_tokens`.
+    Penalties count the last `repetition_context_size` tokens, the prompt's included. `logit_bias`
+    pairs ids with the number added to their logits. `temperature` below COLDEST is greedy. `top_p`
+    and `repetition_penalty` 1, and 0 of all others, are off. With `seed`, noise is keyed by
+    absolute position, so the tokens do not depend on K. End tokens have probability 0 until the
+    answer has `min_tokens`.
     """
 
     temperature: float = 0.0
@@ -47,7 +30,11 @@ class Sampling:
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
     seed: int | None = None
-    penalties: Penalties = Penalties()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_context_size: int = 20
+    logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
 
     @property

@@ -3444,7 +3444,7 @@ class Sampling(_message.Message):
     REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
     PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
     FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
-    PENALTY_CONTEXT_FIELD_NUMBER: _builtins.int
+    REPETITION_CONTEXT_SIZE_FIELD_NUMBER: _builtins.int
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
@@ -3464,7 +3464,7 @@ class Sampling(_message.Message):
     """0 or 1: off"""
     presence_penalty: _builtins.float
     frequency_penalty: _builtins.float
-    penalty_context: _builtins.int
+    repetition_context_size: _builtins.int
     """tokens that the penalties look at; 0: 20, as in mlx-lm"""
     min_tokens: _builtins.int
     """end tokens have probability 0 until the answer has as many"""
@@ -3483,13 +3483,13 @@ class Sampling(_message.Message):
         repetition_penalty: _builtins.float = ...,
         presence_penalty: _builtins.float = ...,
         frequency_penalty: _builtins.float = ...,
-        penalty_context: _builtins.int = ...,
+        repetition_context_size: _builtins.int = ...,
         logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
         min_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "seed", b"seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "min_tokens", b"min_tokens", "penalty_context", b"penalty_context", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "xtc_probability", b"xtc_probability", "xtc_threshold", b"xtc_threshold"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_context_size", b"repetition_context_size", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "xtc_probability", b"xtc_probability", "xtc_threshold", b"xtc_threshold"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015

@@ -4,21 +4,12 @@ import dataclasses
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from ...mtp.types import FinishReason, Sampling
 from ...placement.drafting import DraftPolicy
 from ...placement.ids import ModelId, RequestId
 from ...proto import peer_pb2 as pb
-
-PENALTY_FIELDS: Final = {
-    "repetition_penalty": "repetition",
-    "presence_penalty": "presence",
-    "frequency_penalty": "frequency",
-    "repetition_context_size": "context_size",
-    "logit_bias": "logit_bias",
-}
-"""The fields of `mtp.types.Penalties` by the API's names."""
 
 
 def calls_of(names: Sequence[str] | None, *, parallel: bool) -> pb.Grammar:

@@ -11,20 +11,11 @@ from ...placement.sampling_values import API_DEFAULTS, Source, SourcedValue, mod
 from ...proto import peer_pb2 as pb
 from ...proto.fields import changed, filled
 from ..runners.runner_client import Endpoint
-from .requests import PENALTY_FIELDS, Embeddings, GenerationRequest
+from .requests import Embeddings, GenerationRequest
 
 
 def to_wire(request: GenerationRequest, placed: pb.Placed) -> pb.GenerateRequest:
-    s = _sampling(request, placed)
-    sampling = filled(
-        pb.Sampling,
-        s,
-        repetition_penalty=s.penalties.repetition,
-        presence_penalty=s.penalties.presence,
-        frequency_penalty=s.penalties.frequency,
-        penalty_context=s.penalties.context_size,
-        logit_bias=dict(s.penalties.logit_bias),
-    )
+    sampling = _sampling(request, placed)
     wire = filled(
         pb.GenerateRequest,
         request,
@@ -37,7 +28,7 @@ def to_wire(request: GenerationRequest, placed: pb.Placed) -> pb.GenerateRequest
         tools=tools_json(request),
         images=_images(request),
         bare=request.text is not None or request.ids is not None,
-        sampling=sampling,
+        sampling=filled(pb.Sampling, sampling, logit_bias=dict(sampling.logit_bias)),
         output=changed(request.output, continues=_continues(request)),
         drafting=placed.drafting,
     )
@@ -118,14 +109,11 @@ def sources_of(request: GenerationRequest, placed: pb.Placed) -> dict[str, Sourc
     others that the request or its profile sets."""
     generator = placed.stages[0].ready if placed.stages else pb.LoadReady()
     values = model_sampling(placed.sampling, generator.published_sampling)
-    own = request.sampling
     open_fields = {name for name, each in values.items() if each["source"] == "default"}
     for name in sorted((request.explicit_fields | open_fields) - {"logit_bias"}):
         source: Source = "request" if name in request.explicit_fields else "default"
         source = "profile" if name in request.profile_fields else source
-        holder = own.penalties if name in PENALTY_FIELDS else own
-        value = getattr(holder, PENALTY_FIELDS.get(name, name))
-        values[name] = SourcedValue(value=value, source=source)
+        values[name] = SourcedValue(value=getattr(request.sampling, name), source=source)
     return values
 
 
@@ -134,8 +122,7 @@ def _sampling(request: GenerationRequest, placed: pb.Placed) -> Sampling:
     choice's."""
     values = sources_of(request, placed)
     model: dict[str, Any] = {name: values[name]["value"] for name in API_DEFAULTS}
-    penalties = replace(request.sampling.penalties, repetition=model.pop("repetition_penalty"))
-    sampling = replace(request.sampling, penalties=penalties, **model)
+    sampling = replace(request.sampling, **model)
     if sampling.seed is None:
         return sampling
     return replace(sampling, seed=(sampling.seed + request.choice) % 2**64)

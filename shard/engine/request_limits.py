@@ -53,11 +53,11 @@ class RequestLimits:
         for name, least, most in _RANGES:
             if not least <= getattr(sampling, name) <= most:
                 raise InvalidRequest(f"{name} must be {least:g} to {most:g}", param=name)
-        if sampling.penalties.repetition <= 0:
+        if sampling.repetition_penalty <= 0:
             raise InvalidRequest(
                 "repetition_penalty must be more than 0", param="repetition_penalty"
             )
-        for token, _ in sampling.penalties.logit_bias:
+        for token, _ in sampling.logit_bias:
             if token >= self.vocabulary:
                 raise InvalidRequest(
                     f"logit_bias names token {token}, and this model has {self.vocabulary}",

@@ -12,11 +12,11 @@ import mlx.core as mx
 
 from ...mtp.sampler import Sampler
 from ...mtp.seams import Drafts, joined_drafts
-from ...mtp.types import Penalties, Sampling
+from ...mtp.types import Sampling
 from .cuda import available
 
 WAYS: Final = (
-    Sampling(penalties=Penalties(repetition=1.1, presence=0.5, frequency=0.5)),
+    Sampling(repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.5),
     Sampling(temperature=0.7, top_p=0.9, top_k=20, min_p=0.05),
     Sampling(temperature=0.7, top_p=0.9, min_p=0.05),
     Sampling(temperature=0.7),

@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from ...mtp.steps import Prefilled
-from ...mtp.types import Forward, GenerationStats, Penalties, Round, Sampling, TokenLogprobs
+from ...mtp.types import Forward, GenerationStats, Round, Sampling, TokenLogprobs
 from ...proto import peer_pb2 as pb
 from ..engine.events import AnswerEnd, Delta, EngineEvent, RebuiltText
 from ..model.stage_limits import StageLimits
@@ -78,23 +78,12 @@ def round_from_wire(wire: pb.Round) -> Round:
 
 def sampling_from_wire(wire: pb.Sampling) -> Sampling:
     """A request's sampling, absent fields at their defaults."""
-    return Sampling(
-        temperature=wire.temperature,
-        top_p=wire.top_p,
-        top_k=wire.top_k,
-        min_p=wire.min_p,
-        xtc_probability=wire.xtc_probability,
-        xtc_threshold=wire.xtc_threshold,
-        seed=wire.seed if wire.HasField("seed") else None,
-        penalties=Penalties(
-            repetition=wire.repetition_penalty or 1.0,
-            presence=wire.presence_penalty,
-            frequency=wire.frequency_penalty,
-            context_size=wire.penalty_context or Penalties().context_size,
-            logit_bias=tuple(sorted(wire.logit_bias.items())),
-        ),
-        min_tokens=wire.min_tokens,
-    )
+    off, named = Sampling(), {each.name: getattr(wire, each.name) for each in fields(Sampling)}
+    named["seed"] = wire.seed if wire.HasField("seed") else None
+    named["logit_bias"] = tuple(sorted(wire.logit_bias.items()))
+    for name in ("repetition_penalty", "repetition_context_size"):
+        named[name] = named[name] or getattr(off, name)
+    return Sampling(**named)
 
 
 def shared_stats(limits: StageLimits) -> pb.Stats:

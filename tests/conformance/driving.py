@@ -25,7 +25,7 @@ from pipelines import Pipeline
 from readers import Reader, together
 from subjects import loaded, room_of, spec_of
 
-from exo_node.mtp.types import Penalties, Round, Sampling
+from exo_node.mtp.types import Round, Sampling
 from exo_node.shard.engine.events import AnswerEnd, Delta
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.parameters import Parameters
@@ -38,7 +38,7 @@ Seeds = Callable[[Question], int]
 
 SEEDED: Final = Sampling(temperature=0.9, top_p=0.95, top_k=40, seed=11)
 PENALISED: Final = Sampling(
-    penalties=Penalties(repetition=1.3, presence=0.2, frequency=0.1, logit_bias=((7, 2.0),))
+    repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.1, logit_bias=((7, 2.0),)
 )
 PATTERN: Final = r'\{"colour":"(red|green|blue)","words":"[a-z]{4,9}( [a-z]{2,9}){1,3}"\}'
 TOP: Final = 2
@@ -188,8 +188,7 @@ def _fields(option: Option, served: TextEngine) -> dict[str, Any]:
             return {"sampling": PENALISED}
         case "barred":
             end = min(served.codec.end_tokens)
-            wanted = Penalties(logit_bias=((end, 50.0),))
-            return {"sampling": Sampling(penalties=wanted, min_tokens=LEAST)}
+            return {"sampling": Sampling(logit_bias=((end, 50.0),), min_tokens=LEAST)}
         case "grammar":
             grammar = GrammarSpec("regex", PATTERN, "response_format")
             return {"grammar": served.codec.grammars.compile(grammar, Gate())}

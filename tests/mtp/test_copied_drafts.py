@@ -24,7 +24,7 @@ from test_distribution import (
 )
 
 from exo_node.mtp.drafting.lookup_drafts import PromptLookup
-from exo_node.mtp.types import Penalties, Sampling
+from exo_node.mtp.types import Sampling
 
 LENGTHS = (1, 4)
 POSITIONS = 160
@@ -69,7 +69,7 @@ def copies(answer: TableAnswer) -> tuple[int, int]:
 
 OPTIONS = {
     "greedy": Sampling(),
-    "penalised": Sampling(penalties=Penalties(repetition=1.3, frequency=0.4, context_size=8)),
+    "penalised": Sampling(repetition_penalty=1.3, frequency_penalty=0.4, repetition_context_size=8),
     "seeded": Sampling(temperature=0.7, seed=4),
     "seeded, top_k": Sampling(temperature=0.9, seed=5, top_k=3),
     "seeded, xtc": Sampling(temperature=0.8, seed=6, xtc_probability=0.5, xtc_threshold=0.1),

@@ -14,7 +14,7 @@ from exo_node.mtp import sampler as chooser
 from exo_node.mtp.accept import Rule, accept_by_block, accept_by_ratio
 from exo_node.mtp.sampling import Distribution, Noise
 from exo_node.mtp.seams import as_row
-from exo_node.mtp.types import Penalties, Sampling
+from exo_node.mtp.types import Sampling
 
 KS = (1, 2, 3)
 NAN, INF = float("nan"), float("inf")
@@ -58,7 +58,9 @@ def without_drafts(sampling: Sampling) -> tuple[int, ...]:
 
 CHOSEN = {
     "greedy": Sampling(),
-    "greedy, penalties": Sampling(penalties=Penalties(1.3, 0.5, 0.5)),
+    "greedy, penalties": Sampling(
+        repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.5
+    ),
     "seed": Sampling(temperature=1.0, seed=8),
     "seed, filters": Sampling(temperature=0.7, top_k=3, top_p=0.9, seed=9),
 }

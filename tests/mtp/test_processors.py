@@ -5,11 +5,15 @@ import pytest
 from mlx_lm.sample_utils import make_logits_processors
 
 from exo_node.mtp.processors import Processors
-from exo_node.mtp.types import Penalties
+from exo_node.mtp.types import Sampling
 
 PROMPT = [3, 5, 5, 1]
-ALL = Penalties(
-    repetition=1.4, presence=0.5, frequency=0.25, context_size=3, logit_bias=((2, -7.0), (6, 1.5))
+ALL = Sampling(
+    repetition_penalty=1.4,
+    presence_penalty=0.5,
+    frequency_penalty=0.25,
+    repetition_context_size=3,
+    logit_bias=((2, -7.0), (6, 1.5)),
 )
 
 
@@ -17,10 +21,11 @@ def logits(rows: int) -> mx.array:
     return mx.random.normal((rows, 8), key=mx.random.key(rows))
 
 
-def by_mlx_lm(p: Penalties, prefix: list[int], row: mx.array) -> mx.array:
+def by_mlx_lm(p: Sampling, prefix: list[int], row: mx.array) -> mx.array:
+    size = p.repetition_context_size
     processors = make_logits_processors(
-        dict(p.logit_bias), p.repetition, p.context_size, p.presence, p.context_size,
-        p.frequency, p.context_size,
+        dict(p.logit_bias), p.repetition_penalty, size, p.presence_penalty, size,
+        p.frequency_penalty, size,
     )  # fmt: skip
     for processor in processors:
         row = processor(mx.array(prefix), row)
@@ -56,10 +61,10 @@ def test_the_given_logits_are_not_written_to() -> None:
     assert mx.array_equal(block, before)
 
 
-@pytest.mark.parametrize("penalties", [Penalties(), Penalties(context_size=5)])
-def test_without_penalties_logits_pass_untouched(penalties: Penalties) -> None:
+@pytest.mark.parametrize("penalties", [Sampling(), Sampling(repetition_context_size=5)])
+def test_without_penalties_logits_pass_untouched(penalties: Sampling) -> None:
     block = logits(2)
-    assert not penalties.active
+    assert not Processors(penalties, PROMPT).active
     assert Processors(penalties, PROMPT).apply(block, mx.array([1])) is block
 
 

@@ -26,7 +26,7 @@ from exo_node.mtp.sampling import (
     greedy_token,
 )
 from exo_node.mtp.seams import Drafts, as_ids, joined_drafts
-from exo_node.mtp.types import Penalties, Sampling
+from exo_node.mtp.types import Sampling
 
 VOCABULARY = 64
 FILTERS = {
@@ -305,8 +305,8 @@ def test_drafts_over_the_first_ids_meet_a_target_over_all(name: str) -> None:
 
 @pytest.mark.parametrize("drafted", [False, True])
 def test_target_logprobs_are_processed_and_neither_cooled_nor_filtered(drafted: bool) -> None:
-    penalties = Penalties(presence=0.5, logit_bias=((4, 3.0),))
-    chooser = Sampler(Sampling(temperature=0.2, top_k=2, penalties=penalties), 0, prompt=[1, 2])
+    penalised = Sampling(0.2, top_k=2, presence_penalty=0.5, logit_bias=((4, 3.0),))
+    chooser = Sampler(penalised, 0, prompt=[1, 2])
     logits = random_logits(3 if drafted else 1, seed=9).astype(mx.bfloat16)
     drafts = Drafts(mx.array([7, 8]), None) if drafted else None
     got = chooser.target_logprobs(logits, drafts)

@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ....mtp.types import Penalties, Sampling
+from ....mtp.types import Sampling
 from ....placement.errors import UnsupportedParameter
 from ....placement.ids import ModelId
 from ....proto.peer_pb2 import Grammar
@@ -72,18 +72,15 @@ class OllamaOptions(TolerantBody):
 
     def sampling(self) -> tuple[Sampling, frozenset[str]]:
         """The sampling and the names of its explicit fields."""
-        off = Penalties()
         fields = explicit_values(self, ("temperature", "top_p", "top_k", "min_p"))
         if self.seed is not None and self.seed > 0:  # to Ollama, 0 and -1 are no seed
             fields["seed"] = self.seed
-        penalties = Penalties(
-            repetition=self.repeat_penalty or off.repetition,
-            presence=self.presence_penalty or off.presence,
-            frequency=self.frequency_penalty or off.frequency,
-            context_size=max(1, self.repeat_last_n or off.context_size),
-        )
-        sampling, names = sampling_of(fields, penalties)
-        return sampling, names | {PENALTIES[n] for n in PENALTIES if getattr(self, n) is not None}
+        own = explicit_values(self, PENALTIES)
+        fields |= {PENALTIES[name]: value for name, value in own.items()}
+        if self.repeat_last_n is not None:
+            window = self.repeat_last_n or Sampling().repetition_context_size
+            fields["repetition_context_size"] = max(1, window)
+        return sampling_of(fields)
 
 
 class _PromptBody(TolerantBody):

@@ -9,7 +9,7 @@ from ....placement.errors import ExoNodeError, ModelNotFound
 from ....placement.ids import ModelId
 from ....proto import peer_pb2 as pb
 from ....proto.fields import completed, filled
-from ...chat.requests import PENALTY_FIELDS, GenerationRequest
+from ...chat.requests import GenerationRequest
 from .profile_file import Profile, ProfileFile
 from .thinking_schema import merge_options
 
@@ -60,14 +60,7 @@ def apply_profile(profile: Profile, request: GenerationRequest) -> GenerationReq
 
 def _sampling(request: GenerationRequest, defaults: Sampling, names: frozenset[str]) -> Sampling:
     """The request's sampling with the fields `names` of `defaults`."""
-    penalties = {
-        field: getattr(defaults.penalties, field)
-        for name, field in PENALTY_FIELDS.items()
-        if name in names
-    }
-    plain = {name: getattr(defaults, name) for name in names if name not in PENALTY_FIELDS}
-    own = request.sampling
-    return replace(own, penalties=replace(own.penalties, **penalties), **plain)
+    return replace(request.sampling, **{name: getattr(defaults, name) for name in names})
 
 
 def _messages(request: GenerationRequest, system: str | None) -> tuple[Mapping[str, Any], ...]:

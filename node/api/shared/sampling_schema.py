@@ -2,15 +2,14 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Final, Literal, Self, TypeVar
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from ....mtp.types import Penalties, Sampling
+from ....mtp.types import Sampling
 from ....placement.sampling_values import API_DEFAULTS
 from ....proto.peer_pb2 import Grammar
-from ...chat.requests import PENALTY_FIELDS
 from ..http.bodies import StrictBody
 from .structured_schema import GrammarText, ResponseFormat
 
@@ -25,10 +24,12 @@ _SAMPLING_FIELDS: Final = (
     "xtc_threshold",
     "seed",
     "min_tokens",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_context_size",
 )
 _LEAST_TOP_P: Final = 1e-9
-
-Number = TypeVar("Number", int, float)
 
 TokenText = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 """A token's id as the key of a JSON object."""
@@ -158,19 +159,12 @@ class SamplingBody(StrictBody):
 
     def sampling(self) -> tuple[Sampling, frozenset[str]]:
         """The sampling, and the names of the explicit fields: the model has its own for others."""
-        off = Penalties()
-        penalties = Penalties(
-            repetition=_or(self.repetition_penalty, off.repetition),
-            presence=_or(self.presence_penalty, off.presence),
-            frequency=_or(self.frequency_penalty, off.frequency),
-            context_size=_or(self.repetition_context_size, off.context_size),
-            logit_bias=tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
-        )
         values = explicit_values(self, _SAMPLING_FIELDS)
+        if self.logit_bias is not None:
+            values["logit_bias"] = tuple((int(id), bias) for id, bias in self.logit_bias.items())
         if self.ignore_eos:
             values["min_tokens"] = _UINT32
-        sampling, fields = sampling_of(values, penalties)
-        return sampling, fields | explicit_values(self, PENALTY_FIELDS).keys()
+        return sampling_of(values)
 
 
 def explicit_values(body: StrictBody, names: Iterable[str]) -> dict[str, Any]:
@@ -179,16 +173,9 @@ def explicit_values(body: StrictBody, names: Iterable[str]) -> dict[str, Any]:
     return {name: value for name, value in values if value is not None}
 
 
-def sampling_of(
-    values: Mapping[str, Any], penalties: Penalties | None = None
-) -> tuple[Sampling, frozenset[str]]:
+def sampling_of(values: Mapping[str, Any]) -> tuple[Sampling, frozenset[str]]:
     """The sampling of explicit fields, and their names: the model has its own for others."""
-    base = Sampling(temperature=API_DEFAULTS["temperature"], penalties=penalties or Penalties())
-    sampling = replace(base, **values)
+    sampling = replace(Sampling(temperature=API_DEFAULTS["temperature"]), **values)
     if sampling.top_p == 0:  # to the APIs the likeliest token; to mlx-lm no filter at all
         sampling = replace(sampling, top_p=_LEAST_TOP_P)
     return sampling, frozenset(values)
-
-
-def _or(value: Number | None, default: Number) -> Number:
-    return default if value is None else value

@@ -7,7 +7,7 @@ import pytest
 from fakes import FINISHED, says
 from http_node import ASK, Node
 
-from exo_node.mtp.types import Penalties, Sampling
+from exo_node.mtp.types import Sampling
 from exo_node.node.chat.requests import GenerationRequest, Started, TextDelta
 from exo_node.proto.fields import set_fields
 
@@ -52,9 +52,10 @@ SAMPLING: list[tuple[str, dict[str, Any], Sampling]] = [
             xtc_probability=0.5,
             xtc_threshold=0.1,
             seed=5,
-            penalties=Penalties(
-                repetition=1.2, presence=0.4, frequency=0.6, logit_bias=((7, -3.0),)
-            ),
+            repetition_penalty=1.2,
+            presence_penalty=0.4,
+            frequency_penalty=0.6,
+            logit_bias=((7, -3.0),),
         ),
     ),
     ("/v1/chat/completions", {"messages": ASK, "min_tokens": 7}, Sampling(1.0, min_tokens=7)),
@@ -76,7 +77,7 @@ SAMPLING: list[tuple[str, dict[str, Any], Sampling]] = [
     (
         "/v1/completions",
         {"prompt": "hi", "temperature": 0.7, "top_p": 0.9, "presence_penalty": 0.4},
-        Sampling(temperature=0.7, top_p=0.9, penalties=Penalties(presence=0.4)),
+        Sampling(temperature=0.7, top_p=0.9, presence_penalty=0.4),
     ),
     (
         "/api/chat",
@@ -100,7 +101,10 @@ SAMPLING: list[tuple[str, dict[str, Any], Sampling]] = [
             top_k=11,
             min_p=0.03,
             seed=5,
-            penalties=Penalties(repetition=1.2, presence=0.4, frequency=0.6, context_size=33),
+            repetition_penalty=1.2,
+            presence_penalty=0.4,
+            frequency_penalty=0.6,
+            repetition_context_size=33,
         ),
     ),
     (

@@ -84,7 +84,7 @@ def test_a_profile_answers_in_every_dialect_under_its_own_name(node: Node, endpo
     assert request.model == "demo"
     assert request.messages == (SYSTEM, HI)
     assert (request.sampling.temperature, request.sampling.top_p) == (0.2, 0.5)
-    assert request.sampling.penalties.presence == 1.5
+    assert request.sampling.presence_penalty == 1.5
     assert {"temperature", "top_p", "presence_penalty"} <= request.explicit_fields
     assert request.limits.max_tokens == (5 if endpoint == "/v1/messages" else 77)
     assert request.limits.stop == ["END"]
@@ -114,7 +114,7 @@ def test_what_a_request_says_goes_before_its_profile(node: Node) -> None:
     assert [message["content"] for message in request.messages] == ["Mine.", "hi"]
     assert request.sampling.temperature == 1
     assert request.sampling.top_p == 0.5, "which the request left open"
-    assert request.sampling.penalties.presence == 0
+    assert request.sampling.presence_penalty == 0
     assert (request.limits.max_tokens, request.limits.stop, request.num_draft_tokens) == (
         3,
         ["X"],
@@ -130,7 +130,7 @@ def test_a_penalty_in_ollamas_words_goes_before_the_profiles(node: Node) -> None
     body = {"model": "coder", "messages": [HI], "stream": False, "options": own}
     assert node.ask("POST", "/api/chat", body).status == 200
     (request,) = node.chat.requests
-    assert request.sampling.penalties.presence == 0.25
+    assert request.sampling.presence_penalty == 0.25
     names = {"presence_penalty", "repetition_penalty", "repetition_context_size"}
     assert names <= request.explicit_fields
     assert request.profile_fields == request.explicit_fields - names

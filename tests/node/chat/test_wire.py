@@ -2,7 +2,7 @@
 
 import pytest
 
-from exo_node.mtp.types import Penalties, Sampling
+from exo_node.mtp.types import Sampling
 from exo_node.node.chat.requests import GenerationRequest
 from exo_node.node.chat.wire import sources_of, to_wire
 from exo_node.placement.ids import ModelId, RequestId
@@ -79,7 +79,7 @@ def test_the_card_wins_over_the_publisher_and_both_over_the_default() -> None:
 
 
 def test_what_the_request_or_its_profile_sets_wins() -> None:
-    own = Sampling(temperature=0.0, top_p=0.5, seed=7, penalties=Penalties(repetition=1.0))
+    own = Sampling(temperature=0.0, top_p=0.5, seed=7, repetition_penalty=1.0)
     names = ("temperature", "top_p", "seed", "repetition_penalty", "logit_bias")
     request = asked(own, *names, of_profile="top_p repetition_penalty")
     shown = {name: (v["value"], v["source"]) for name, v in sources_of(request, MODEL).items()}

@@ -28,13 +28,13 @@ from prefixes import (
 from zoo import VOCABULARY
 
 from exo_node.mtp.schedule import Schedule
-from exo_node.mtp.types import Penalties, Sampling
+from exo_node.mtp.types import Sampling
 from exo_node.shard.engine.answer_reads import MAX_UNUSED, RECENT, AnswerReads
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.text.codec import TextCodec
 
 QUESTION = [*SYSTEM, *words(40, 2), 7, 8]
-ENDS = Sampling(penalties=Penalties(logit_bias=((END, 100.0),)))
+ENDS = Sampling(logit_bias=((END, 100.0),))
 """The answer is the end token alone."""
 
 
@@ -88,7 +88,7 @@ def test_all_kinds_of_caches_whole_and_split(kind: str, stages: int, small_end: 
 
     warm, draw = made(), random.Random(3)
     question, more = ([draw.randrange(6, VOCABULARY) for _ in range(n)] for n in (104, 9))
-    bias = Sampling(penalties=Penalties(logit_bias=((small_end, 100.0),)))
+    bias = Sampling(logit_bias=((small_end, 100.0),))
     assert answer(warm, request(question, 0, 1, sampling=bias)).ids == (small_end,)
     idle(warm)
     following = [*question, small_end, *more]

@@ -20,7 +20,7 @@ from small import small_engine
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.sampling import greedy_token
 from exo_node.mtp.seams import as_ids
-from exo_node.mtp.types import Penalties, Sampling
+from exo_node.mtp.types import Sampling
 from exo_node.shard.engine.events import Delta
 from exo_node.shard.engine.states.cache_set import CacheSet
 from exo_node.shard.engine.states.state import DraftState
@@ -114,10 +114,10 @@ def test_processors_see_the_prompt(engine: TextEngine, k: int) -> None:
     prompt = [*SMALL_PROMPT, *undisturbed(engine).ids[:2], *SMALL_PROMPT]
     plain = answer(engine, request(prompt, k, 16, ignore_eos=True)).ids
     assert not set(prompt).isdisjoint(plain)
-    never_again = Sampling(penalties=Penalties(presence=1000.0, context_size=100))
+    never_again = Sampling(presence_penalty=1000.0, repetition_context_size=100)
     ids = answer(engine, request(prompt, k, 16, sampling=never_again, ignore_eos=True)).ids
     assert len({*ids, *prompt}) == 16 + len(set(prompt))
-    chooser = Sampler(Sampling(penalties=Penalties(repetition=9.0)), 0, prompt=(3,))
+    chooser = Sampler(Sampling(repetition_penalty=9.0), 0, prompt=(3,))
     logits = mx.zeros((1, 8)).at[:, 3].add(1.0).at[:, 5].add(0.5)
     assert as_ids(greedy_token(logits)) == [3]
     assert as_ids(chooser.token(logits, 1)) == [5]

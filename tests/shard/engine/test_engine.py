@@ -16,7 +16,7 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType]
 from small import small_checkpoint, small_engine
 
-from exo_node.mtp.types import Penalties, Sampling
+from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import ContextLengthExceeded, InvalidRequest
 from exo_node.shard.engine.text_engine import TextEngine
 
@@ -70,7 +70,7 @@ def test_the_oracles_prompt_ids_are_those_of_the_chat_template(demo: TextEngine)
 
 
 def test_plain_answers_are_mlx_lms(exact: TextEngine) -> None:
-    assert list(answer_of(exact, 0).ids) == _mlx_lm_greedy(PROMPT, Penalties(), 60)
+    assert list(answer_of(exact, 0).ids) == _mlx_lm_greedy(PROMPT, Sampling(), 60)
 
 
 @pytest.mark.parametrize(("k", "chunk"), [(0, 1), (0, 7), (1, 12), (2, 1), (3, 7), (3, 13)])
@@ -143,18 +143,20 @@ def test_without_native_mtp_the_heads_weights_are_not_read() -> None:
     assert saved >= with_head.head_bytes // 2 > 1_000_000
 
 
-def _mlx_lm_greedy(prompt: list[int], penalties: Penalties, tokens: int) -> list[int]:
+def _mlx_lm_greedy(prompt: list[int], sampling: Sampling, tokens: int) -> list[int]:
     """mlx-lm's own loop over its own model, in float32."""
     model: Any = load_model(small_checkpoint())[0]
     model.set_dtype(mx.float32)
     processors = make_logits_processors(
-        logit_bias=dict(penalties.logit_bias) or None,
-        repetition_penalty=None if penalties.repetition == 1 else penalties.repetition,
-        repetition_context_size=penalties.context_size,
-        presence_penalty=penalties.presence,
-        presence_context_size=penalties.context_size,
-        frequency_penalty=penalties.frequency,
-        frequency_context_size=penalties.context_size,
+        logit_bias=dict(sampling.logit_bias) or None,
+        repetition_penalty=None
+        if sampling.repetition_penalty == 1
+        else sampling.repetition_penalty,
+        repetition_context_size=sampling.repetition_context_size,
+        presence_penalty=sampling.presence_penalty,
+        presence_context_size=sampling.repetition_context_size,
+        frequency_penalty=sampling.frequency_penalty,
+        frequency_context_size=sampling.repetition_context_size,
     )
     steps = generate_step(mx.array(prompt), model, max_tokens=tokens, logits_processors=processors)
     return [int(token) for token, _ in steps]
@@ -163,25 +165,24 @@ def _mlx_lm_greedy(prompt: list[int], penalties: Penalties, tokens: int) -> list
 @pytest.mark.parametrize(
     "penalties",
     [
-        Penalties(repetition=0.7),
-        Penalties(presence=-0.8, frequency=0.6, context_size=40),
-        Penalties(logit_bias=((605, -100.0), (1402, 1.0)), repetition=1.1),
+        Sampling(repetition_penalty=0.7),
+        Sampling(presence_penalty=-0.8, frequency_penalty=0.6, repetition_context_size=40),
+        Sampling(logit_bias=((605, -100.0), (1402, 1.0)), repetition_penalty=1.1),
     ],
     ids=str,
 )
-def test_penalties_give_mlx_lms_ids_at_every_k(exact: TextEngine, penalties: Penalties) -> None:
+def test_penalties_give_mlx_lms_ids_at_every_k(exact: TextEngine, penalties: Sampling) -> None:
     expected = _mlx_lm_greedy(PROMPT, penalties, 48)
     assert expected != list(answer_of(exact, 0).ids[:48])
     for k in range(4):
-        sampling = Sampling(penalties=penalties)
-        engine_request = request(PROMPT, k, 48, sampling=sampling, ignore_eos=True)
+        engine_request = request(PROMPT, k, 48, sampling=penalties, ignore_eos=True)
         got = answer(exact, engine_request)
         assert list(got.ids) == expected
         assert k == 0 or got.stats.accepted_draft_tokens > 0
 
 
 def test_penalties_and_a_seed_give_the_same_tokens_at_every_k(exact: TextEngine) -> None:
-    sampling = Sampling(temperature=1.0, seed=5, penalties=Penalties(repetition=0.8, presence=0.3))
+    sampling = Sampling(temperature=1.0, seed=5, repetition_penalty=0.8, presence_penalty=0.3)
     answers = {answer(exact, request(PROMPT, k, 40, sampling=sampling)).ids for k in range(4)}
     assert len(answers) == 1
 

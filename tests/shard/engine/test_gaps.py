@@ -8,7 +8,7 @@ from engines import answer, engine_of, load_quietly, request
 from models import make_checkpoint
 from small import LAYERS, small_spec
 
-from exo_node.mtp.types import Penalties, Sampling
+from exo_node.mtp.types import Sampling
 from exo_node.shard.model.load import Loaded
 
 
@@ -23,7 +23,7 @@ def test_a_token_of_gaps_ends_an_answer_that_fills_one(tmp_path: Path) -> None:
     loaded: Loaded = load_quietly(spec)
     engine = engine_of(loaded, spec)
     prefix = ids["<|fim_prefix|>"]
-    likely = Sampling(penalties=Penalties(logit_bias=((prefix, 100.0),)))
+    likely = Sampling(logit_bias=((prefix, 100.0),))
     for fills_gap, reason, count in ((True, "stop", 1), (False, "length", 6)):
         got = answer(engine, request([5, 6, 7], 0, 6, sampling=likely, fills_gap=fills_gap))
         assert (got.end.reason, got.ids) == (reason, (prefix,) * count)

@@ -31,7 +31,7 @@ from readers import Reader, together
 from exo_node.mtp.families.qwen35 import Qwen35Family
 from exo_node.mtp.placed_rope import PlacedRope
 from exo_node.mtp.targets import FamilyTarget
-from exo_node.mtp.types import Penalties, Sampling
+from exo_node.mtp.types import Sampling
 from exo_node.shard.engine import prefill_forward
 from exo_node.shard.engine.prefill_forward import PrefillForward
 from exo_node.shard.engine.prompt_images import PromptImages
@@ -130,8 +130,8 @@ def test_the_heads_rope_has_positions_too() -> None:
 
 def test_penalties_and_copies_pass_over_rows_of_images() -> None:
     it = case(1)
-    penalties = Penalties(repetition=1.2, context_size=400)
-    plain = picture_request(it, 0, sampling=Sampling(penalties=penalties))
+    penalised = Sampling(repetition_penalty=1.2, repetition_context_size=400)
+    plain = picture_request(it, 0, sampling=penalised)
     got = answer(picture_engine(), plain)
     text = [token for token in plain.prompt if token >= 0]
     assert got.ids and len(text) < len(plain.prompt)

@@ -22,7 +22,7 @@ from small import LAYERS, small_engine, small_spec
 
 from exo_node.mtp.drafting.depth import AdaptiveDepth
 from exo_node.mtp.drafting.lookup import NO_MATCH, Match, SuffixIndex
-from exo_node.mtp.types import Penalties, Round, Sampling
+from exo_node.mtp.types import Round, Sampling
 from exo_node.shard.engine.batch import Batch
 from exo_node.shard.engine.draft_profile import DraftProfile, DraftProfileKey
 from exo_node.shard.engine.issued_round import IssuedRound
@@ -36,10 +36,10 @@ from exo_node.shard.text.grammars.grammars import GrammarSpec
 
 TOKENS = 40
 FEW = tuple((token, 100.0) for token in (40, 41, 42))
-HOT = Sampling(temperature=1.0, seed=5, penalties=Penalties(logit_bias=FEW))
+HOT = Sampling(temperature=1.0, seed=5, logit_bias=FEW)
 """Draws from three ids, so that the last ones occurred before, and other ones often followed."""
 COOL = Sampling(temperature=0.02, seed=11)
-PENALISED = Sampling(penalties=Penalties(repetition=1.1, context_size=30))
+PENALISED = Sampling(repetition_penalty=1.1, repetition_context_size=30)
 
 
 def copying(length: int = 7, **changes: Any) -> TextEngine:

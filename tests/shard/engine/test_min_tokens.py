@@ -8,7 +8,7 @@ from engines import Answer, answer, changed, request
 from forced_copies import FixedLength, force
 from readers import Reader, alone, engine, prompt, together
 
-from exo_node.mtp.types import Penalties, Sampling
+from exo_node.mtp.types import Sampling
 from exo_node.shard.engine.loop_guard import EARLY
 from exo_node.shard.engine.parameters import Parameters
 from exo_node.shard.text.grammars.grammar import Gate
@@ -16,9 +16,8 @@ from exo_node.shard.text.grammars.grammars import GrammarSpec
 
 LEAST, MOST = 19, 32
 END = min(engine().codec.end_tokens)
-WANTED = Penalties(logit_bias=((END, 60.0),))
+GREEDY = Sampling(logit_bias=((END, 60.0),), min_tokens=LEAST)
 """Without a least number of tokens the answer is empty."""
-GREEDY = Sampling(penalties=WANTED, min_tokens=LEAST)
 SEEDED = replace(GREEDY, temperature=0.9, top_k=40, seed=11)
 FREE = replace(GREEDY, temperature=0.9)
 PROMPT = [*prompt(1), *prompt(1)]

@@ -15,7 +15,7 @@ from readers import GREEDY, engine, prompt
 from shims import by_rows, perturb
 from small import small_engine
 
-from exo_node.mtp.types import Penalties, Sampling
+from exo_node.mtp.types import Sampling
 from exo_node.shard.engine.draft_profile import DraftProfile, DraftProfileKey
 from exo_node.shard.engine.lookup_control import LENGTHS, NOT_ASKED, STATE_LENGTHS
 from exo_node.shard.engine.parameters import Parameters
@@ -23,7 +23,7 @@ from exo_node.shard.engine.text_engine import TextEngine
 
 TOKENS = 48
 COOL = Sampling(temperature=0.02, seed=11)
-PENALISED = Sampling(penalties=Penalties(repetition=1.1, context_size=30))
+PENALISED = Sampling(repetition_penalty=1.1, repetition_context_size=30)
 
 
 def copying(length: int = 7, **changes: Any) -> TextEngine:

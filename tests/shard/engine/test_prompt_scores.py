@@ -13,7 +13,7 @@ from prefixes import FIRST, ROOM, SYSTEM, engine
 from small import small_checkpoint, small_engine
 
 from exo_node.mtp.steps import Prefilled
-from exo_node.mtp.types import Penalties, Sampling, TokenLogprobs
+from exo_node.mtp.types import Sampling, TokenLogprobs
 from exo_node.shard.engine import text_engine
 from exo_node.shard.engine.events import AnswerEnd, Delta
 
@@ -42,9 +42,7 @@ def direct() -> mx.array:
 @pytest.mark.parametrize("k", [0, 3])
 def test_each_token_has_what_a_direct_forward_gives(k: int) -> None:
     """Also with drafts, penalties and a temperature, which the model's own distribution ignores."""
-    sampling = Sampling(
-        temperature=0.7, seed=1, penalties=Penalties(repetition=1.3, logit_bias=((5, 9.0),))
-    )
+    sampling = Sampling(temperature=0.7, seed=1, repetition_penalty=1.3, logit_bias=((5, 9.0),))
     entries, _, _ = scores_of(small_engine(prefill_chunk=160), k=k, sampling=sampling)
     expected = direct()
     assert [entry.token for entry in entries] == FIRST

@@ -12,7 +12,7 @@ from readers import loaded
 from small import small_spec
 from tables import EndAt, random_table, tell
 
-from exo_node.mtp.types import Penalties, Round, Sampling
+from exo_node.mtp.types import Round, Sampling
 from exo_node.shard.engine.batch import Batch
 from exo_node.shard.engine.executor import LocalExecutor
 from exo_node.shard.engine.request import Parameters, Request
@@ -23,7 +23,7 @@ TOKENS = 44
 SAMPLINGS = {
     "greedy": Sampling(),
     "seeded": Sampling(temperature=0.9, top_p=0.95, seed=11),
-    "penalised": Sampling(penalties=Penalties(repetition=1.3, logit_bias=((7, 2.0),))),
+    "penalised": Sampling(repetition_penalty=1.3, logit_bias=((7, 2.0),)),
 }
 
 

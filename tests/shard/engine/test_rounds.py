@@ -18,7 +18,7 @@ from tables import (
 )
 
 from exo_node.mtp.steps import Prefilled
-from exo_node.mtp.types import Forward, Penalties, Round, Sampling
+from exo_node.mtp.types import Forward, Round, Sampling
 from exo_node.shard.engine.engine import CLEAR_EVERY
 from exo_node.shard.tools.bare_engine import bare_engine, bare_request, ids_of, rounds_of
 
@@ -156,7 +156,7 @@ def test_a_penalty_holds_within_a_block_of_drafts() -> None:
 
     Here a penalty is so strong that a row depends on the drafts before it in its own block.
     """
-    strong = Sampling(penalties=Penalties(repetition=9.0, context_size=4))
+    strong = Sampling(repetition_penalty=9.0, repetition_context_size=4)
     expected = tell(TARGET, sampling=strong).ids
     assert expected != tell(TARGET).ids
     assert tell(TARGET, TARGET, 3, sampling=strong).ids == expected

@@ -25,7 +25,7 @@ from exo_node.mtp.families.table import family_of
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Drafts
 from exo_node.mtp.targets import FamilyTarget
-from exo_node.mtp.types import FinishReason, Penalties, Round, Sampling
+from exo_node.mtp.types import FinishReason, Round, Sampling
 from exo_node.shard.engine import round_forms
 from exo_node.shard.engine.batch import DEVICE_POSITIONS
 from exo_node.shard.engine.drafter import DraftModel
@@ -247,7 +247,7 @@ def test_depths_change_from_round_to_round() -> None:
         (Sampling(temperature=0.7, top_k=20, top_p=0.9, min_p=0.1), True),
         (Sampling(temperature=0.7, seed=5), False),
         (Sampling(temperature=0.7, xtc_probability=0.5, xtc_threshold=0.1), False),
-        (Sampling(penalties=Penalties(repetition=1.1)), False),
+        (Sampling(repetition_penalty=1.1), False),
     ],
     ids=["greedy", "sampled", "seeded", "xtc", "penalised"],
 )

@@ -20,7 +20,7 @@ from zoo import VOCABULARY, tiny_config
 from zoo_runs import small
 
 from exo_node.mtp.caches.window import WindowCache
-from exo_node.mtp.types import Penalties, Sampling
+from exo_node.mtp.types import Sampling
 from exo_node.placement.config import hidden_size
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.parameters import Parameters
@@ -38,7 +38,7 @@ KINDS = (
 TOKENS = 40
 ATOL = 2e-4
 FEW = tuple((token, 100.0) for token in (40, 41, 42))
-OF_FEW = Sampling(penalties=Penalties(logit_bias=FEW))
+OF_FEW = Sampling(logit_bias=FEW)
 """Greedy among three ids, so that the last ones occurred before, and other ones often followed."""
 
 

@@ -30,5 +30,5 @@ def test_the_ways_cover_the_rules_and_the_filters() -> None:
     for name in ("top_p", "top_k", "min_p"):
         values = {getattr(way, name) for way in WAYS if not way.greedy}
         assert len(values) > 1, f"{name} on and off"
-    assert {way.penalties.active for way in WAYS} == {True, False}
+    assert {way.presence_penalty > 0 for way in WAYS} == {True, False}
     assert any(way == Sampling(temperature=way.temperature) for way in WAYS if not way.greedy)

@@ -79,7 +79,7 @@ def test_a_plain_prefill_of_what_was_emitted_gives_another_answer(
 def test_penalties_count_the_tokens_of_the_earlier_attempt(engines: dict[str, TextEngine]) -> None:
     greedy = Sampling()
     # What was said draws what comes: the small model hardly repeats itself of its own accord.
-    penalised = {"sampling": replace(greedy, penalties=replace(greedy.penalties, presence=-1.0))}
+    penalised = {"sampling": replace(greedy, presence_penalty=-1.0)}
     first = undisturbed(engines["split"], 0, **penalised)
     assert first.ids != whole_answer(engines["split"], 0).ids
     assert resumed(engines["split"], first, 12, 0, **penalised).ids == first.ids[12:]

@@ -13,7 +13,7 @@ from engines import CHUNK, message
 from families_text import codec_of
 from small import PROMPT, small_engine
 
-from exo_node.mtp.types import Forward, Penalties, Round, Sampling
+from exo_node.mtp.types import Forward, Round, Sampling
 from exo_node.placement.errors import InvalidRequest
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.compute import ComputeThread
@@ -181,7 +181,7 @@ def test_a_members_sampling_that_means_nothing_is_refused_by_its_field(
 
 def test_a_bias_on_the_first_id_beyond_the_vocabulary_is_refused() -> None:
     def biased(token: int) -> Sampling:
-        return Sampling(penalties=Penalties(logit_bias=((7, 1.0), (token, 1.0))))
+        return Sampling(logit_bias=((7, 1.0), (token, 1.0)))
 
     limits = RequestLimits(CONTEXT, VOCABULARY)
     assert limits.checked(biased(VOCABULARY - 1)) == biased(VOCABULARY - 1)
