@@ -111,7 +111,7 @@ def embedded(
 
 
 def encoder(family: str) -> Path:
-    """The folder of a tiny encoder of `tests/oracle/encoders.py`."""
+    """The folder of a tiny encoder of `tests/oracle/embedders.py`."""
     return EMBEDDER.parent / f"encoder_{family}"
 
 

@@ -1,54 +1,28 @@
-"""Writes a tiny embedder in the layout of Qwen3-Embedding's repositories, and its embeddings.
+"""Writes the weights of tiny embedders and encoders, and their embeddings.
 
     VENV/bin/python tests/oracle/embedders.py
 
-Not run by the tests, which need no torch; see `generate.py`. The folder gets what the publisher's
-repository has: a bare backbone's tensors, without `model.` before their names and without lm_head,
-and a tokenizer that puts its end token behind every text. `oracle.json` has inputs with the ids of
-that tokenizer and the embeddings that transformers computes of each alone, in float32: the hidden
-state of the last token behind the final norm, divided by its length.
+Not run by the tests, which need no torch; see `generate.py`. Each folder has the texts that a
+publisher's repository has: config.json, a tokenizer that puts tokens around or behind a text, and
+the files of sentence-transformers that say how hidden states become an embedding. It gets a bare
+backbone's tensors, without `model.` before their names and without lm_head, and `oracle.json`:
+inputs with the ids of that tokenizer and the embeddings that transformers computes of each alone,
+in float32, pooled hidden states divided by their length.
 """
 
 # pyright: basic, reportMissingImports=false
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from generate import filled
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoModel, AutoTokenizer, Qwen3Config, Qwen3Model
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 
-FOLDER = Path(__file__).parent / "qwen3_embedding"
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-END = 256
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "bos_token_id": END,
-    "eos_token_id": END,
-    "head_dim": 16,
-    "hidden_act": "silu",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "max_position_embeddings": 4096,
-    "max_window_layers": 3,
-    "model_type": "qwen3",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 260,
-}
+HERE = Path(__file__).parent
+SEEDS = {"qwen3_embedding": 11, "encoder_bert": 21, "encoder_xlm_roberta": 22}
+SEEDS |= {"encoder_modernbert": 23}
 TEXTS = (
     "What is the capital of China?",
     "a",
@@ -61,58 +35,55 @@ TEXTS = (
 
 def main() -> None:
     torch.set_num_threads(1)
-    FOLDER.mkdir(exist_ok=True)
-    (FOLDER / "1_Pooling").mkdir(exist_ok=True)
-    _ = (FOLDER / "config.json").write_text(json.dumps(CONFIG, indent=1) + "\n")
-    pooling = {"word_embedding_dimension": 64, "pooling_mode_lasttoken": True}
-    _ = (FOLDER / "1_Pooling" / "config.json").write_text(json.dumps(pooling, indent=1) + "\n")
-    write_tokenizer()
-    generator = torch.Generator().manual_seed(11)
-    shapes = {
-        k: v.shape for k, v in Qwen3Model(Qwen3Config.from_pretrained(FOLDER)).state_dict().items()
+    for name, seed in SEEDS.items():
+        write(HERE / name, seed)
+
+
+def write(folder: Path, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    config = AutoConfig.from_pretrained(folder)
+    config._attn_implementation = "eager"
+    model = AutoModel.from_config(config).float().eval()
+    kept = {k: v for k, v in model.state_dict().items() if not k.startswith("pooler.")}
+    is_encoder = folder.name.startswith("encoder_")
+    tensors = {
+        k: drawn(k, kept[k].shape, generator)
+        if is_encoder
+        else filled(k, kept[k].shape, generator, False)
+        for k in sorted(kept)
     }
-    tensors = {k: filled(k, shapes[k], generator, False) for k in sorted(shapes)}
-    save_file(tensors, FOLDER / "model.safetensors", {"format": "pt"})
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-    model = AutoModel.from_pretrained(
-        FOLDER, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    _ = model.load_state_dict(tensors, strict=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     rows = []
     for text in TEXTS:
         ids = tokenizer(text)["input_ids"]
-        assert ids[-1] == END
         with torch.no_grad():
-            hidden = model(torch.tensor([ids]), use_cache=False).last_hidden_state[0, -1]
-        vector = [round(x, 8) for x in (hidden / hidden.norm()).tolist()]
+            pooled = pool(folder, model(torch.tensor([ids])).last_hidden_state[0])
+        vector = [round(x, 8) for x in (pooled / pooled.norm()).tolist()]
         rows.append({"text": text, "ids": ids, "embedding": vector})
-    _ = (FOLDER / "oracle.json").write_text(json.dumps(rows, separators=(",", ":")) + "\n")
+    _ = (folder / "oracle.json").write_text(json.dumps(rows, separators=(",", ":")) + "\n")
     vectors = torch.tensor([row["embedding"] for row in rows])
-    print("cosines", (vectors @ vectors.T).round(decimals=2).tolist())
+    print(folder.name, "cosines", (vectors @ vectors.T).round(decimals=2).tolist())
 
 
-def write_tokenizer() -> None:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({each: i for i, each in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL)
-    tokenizer.post_processor = processors.Sequence(
-        [
-            processors.ByteLevel(trim_offsets=False),
-            processors.TemplateProcessing(
-                single=f"$A {SPECIAL[0]}", special_tokens=[(SPECIAL[0], END)]
-            ),
-        ]
-    )
-    tokenizer.save(str(FOLDER / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<|im_end|>",
-        "pad_token": SPECIAL[0],
-        "model_max_length": 4096,
-        "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
-    }
-    _ = (FOLDER / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
+def pool(folder: Path, hidden: torch.Tensor) -> torch.Tensor:
+    flags = json.loads((folder / "1_Pooling" / "config.json").read_text())
+    if flags.get("pooling_mode_lasttoken"):
+        return hidden[-1]
+    return hidden[0] if flags["pooling_mode_cls_token"] else hidden.mean(0)
+
+
+def drawn(name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """An encoder's weights."""
+    noise = torch.randn(shape, generator=generator)
+    if "norm" in name.lower() and name.endswith("weight"):
+        noise = 1 + 0.2 * noise
+    elif noise.ndim == 1:
+        noise = 0.1 * noise
+    elif "embeddings" not in name:
+        noise = noise / shape[-1] ** 0.5
+    return noise.to(torch.bfloat16)
 
 
 if __name__ == "__main__":

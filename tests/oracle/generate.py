@@ -3,7 +3,7 @@
     python -m venv VENV && VENV/bin/pip install torch==2.13.0 transformers==5.23.0 safetensors
     VENV/bin/python tests/oracle/generate.py [FAMILY ...]
 
-Not run by the tests, which need no torch. Each FAMILY folder gets `config.json` and
+Not run by the tests, which need no torch. Each FAMILY folder has a `config.json` and gets
 `model.safetensors` in the layout of its original repository, and `oracle.json`. Weights are random,
 but such that a token's own embedding decides most of what follows it: so the text does not settle
 on one token, and the head, which sees that embedding too, is often right and sometimes not.
@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 HERE = Path(__file__).parent
-VOCABULARY, HIDDEN, LAYERS = 64, 32, 3
+HIDDEN = 32
 TOKENS = 48
 MAX_K = 3
 PROMPTS = ([3, 14, 15, 9, 26, 5], [58, 1, 33], list(range(40, 8, -1)))
@@ -44,104 +44,14 @@ right more often and the text repeats itself sooner."""
 LOGIT_ROWS = 2
 """The last rows of teacher forcing whose logits are kept; of all others the argmax."""
 
-COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-}
-NEXTN = {
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "n_group": 2,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.5,
-    "first_k_dense_replace": 1,
-    "num_nextn_predict_layers": 1,
-    "rope_scaling": None,
-}
-QWEN = {
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_conv_kernel_dim": 4,
-    "full_attention_interval": 4,
-    "partial_rotary_factor": 0.25,
-}
-QWEN_EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "norm_topk_prob": True,
-}
-ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "deepseek_v3": COMMON
-    | NEXTN
-    | {
-        "model_type": "deepseek_v3",
-        "num_key_value_heads": 4,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 8,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "attention_bias": False,
-    },
-    "glm4_moe": COMMON
-    | NEXTN
-    | {
-        "model_type": "glm4_moe",
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "partial_rotary_factor": 0.5,
-        "use_qk_norm": True,
-        "n_group": 1,
-        "attention_bias": True,
-    },
-    "qwen3_5": COMMON
-    | QWEN
-    | {"model_type": "qwen3_5_text", "rope_parameters": ROPE, "mtp_num_hidden_layers": 1},
-    "qwen3_5_moe": COMMON
-    | QWEN
-    | QWEN_EXPERTS
-    | {"model_type": "qwen3_5_moe_text", "rope_parameters": ROPE, "mtp_num_hidden_layers": 1},
-    "qwen3_next": COMMON
-    | QWEN
-    | QWEN_EXPERTS
-    | {
-        "model_type": "qwen3_next",
-        "num_nextn_predict_layers": 1,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "attention_bias": False,
-    },
-}
 FED = {"deepseek_v3": ("post_norm", "pre_norm"), "glm4_moe": ("post_norm", "pre_norm")}
 
 
 def main(families: list[str]) -> None:
     torch.set_num_threads(1)
-    for family in families or CONFIGS:
+    for family in families or PICKED:
         folder = HERE / family
-        folder.mkdir(exist_ok=True)
-        write_checkpoint(folder, CONFIGS[family], *PICKED[family])
+        write_weights(folder, *PICKED[family])
         with torch.no_grad():
             facts = {fed: expected(folder, fed) for fed in FED.get(family, ("post_norm",))}
         text = json.dumps({"prompts": PROMPTS, **facts}, separators=(",", ":"))
@@ -152,15 +62,16 @@ def main(families: list[str]) -> None:
             print(f"{family} {fed}: {distinct} distinct tokens, {counts}")
 
 
-# Checkpoints
+def config_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
 
 
-def write_checkpoint(folder: Path, config: dict[str, Any], seed: int, gain: float) -> None:
+def write_weights(folder: Path, seed: int, gain: float) -> None:
     """Names and shapes are those that transformers saves; the head's are its last layer's.
 
     Qwen3.5's repositories hold the backbone's experts fused, as transformers has them in memory.
     """
-    _ = (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    config = config_of(folder)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     model.save_pretrained(folder / "shapes", max_shard_size="1GB")
     shapes = {k: v.shape for k, v in load_file(folder / "shapes" / "model.safetensors").items()}
@@ -280,7 +191,7 @@ def opened(folder: Path, *, pre_norm: bool) -> Target:
     ).eval()
     if not hasattr(model.config, "num_mtp_layers"):  # transformers ignores the Qwen heads
         model.config.num_mtp_layers, model.config.mtp_layer_types = 1, ["full_attention"]
-    elif "first_k_dense_replace" in CONFIGS[folder.name]:  # it knows the published depths only
+    elif "first_k_dense_replace" in config_of(folder):  # it knows the published depths only
         layers = model.config.num_hidden_layers
         model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{layers}\..*"]
     return Target(model, MtpModel.from_pretrained(model).eval(), pre_norm)

@@ -3,10 +3,14 @@
     VENV/bin/pip install torch==2.13.0 torchvision transformers==5.23.0 safetensors pillow
     VENV/bin/python tests/oracle/images.py [FOLDER ...]
 
-Not run by the tests, which need no torch; see `generate.py`. Each folder gets what a publisher's
-repository has: config.json, preprocessor_config.json, a tokenizer and a chat template of its own,
-and the weights under the published names. `oracle.json` has conversations with images, the features
-of each image, and greedy ids that transformers' whole model computes in float32 without caches.
+Not run by the tests, which need no torch; see `generate.py`. Each folder has the texts that a
+publisher's repository has: config.json, preprocessor_config.json, and a tokenizer of bytes with a
+chat template of its own (Gemma's has two and three newlines as one token). It gets the weights
+under the published names, and `oracle.json`: conversations with images, the features of each image,
+and greedy ids that transformers' whole model computes in float32 without caches. What is unusual:
+Gemma's ends are not tied, so that a token is not followed by itself, and its window has fewer rows
+than an image; experts' sizes are not half the hidden one, since their axes are published the other
+way round.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -21,39 +25,10 @@ from typing import Any, NamedTuple
 
 import generate
 import torch
-from generate import QWEN_EXPERTS, filled, rounded
-from image_configs import (
-    DEEP,
-    DEEP_EXPERTS,
-    GEMMA,
-    GEMMA_PROCESSOR,
-    GEMMA_ROWS,
-    GEMMA_SPECIAL,
-    GEMMA_TEMPLATE,
-    IMAGE,
-    MISTRAL,
-    MISTRAL_MARKS,
-    MISTRAL_PROCESSOR,
-    MISTRAL_SPECIAL,
-    MISTRAL_TEMPLATE,
-    PROCESSOR,
-    SPECIAL,
-    START,
-    TEMPLATE,
-    TEXT,
-    VIDEO,
-    VISION,
-    VISION_END,
-    VISION_START,
-)
+from generate import filled, rounded
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoConfig,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-)
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -63,18 +38,14 @@ TOKENS = 24
 
 
 class Kind(NamedTuple):
-    """The published form of a family: its texts, and how its images come into a prompt."""
+    """How the images of a family come into a prompt."""
 
-    config: dict[str, Any]
-    processor: dict[str, Any]
     processor_class: Any
-    special: list[str]
-    template: str
-    end: str
     inputs: Any
     grids: Any
     """Each image's patches by time, height and width, of a processor's output."""
-    bos: str | None = None
+    first_special: int = 256
+    """The first id that is no text."""
     options: dict[str, Any] = {}  # noqa: RUF012
     """Of the processor, as transformers' own Processor calls it."""
 
@@ -90,76 +61,39 @@ def is_deep(name: str) -> bool:
     return name.startswith("qwen3_vl")
 
 
-def qwen(kind: str, text: dict[str, Any]) -> Kind:
-    deep = {"depth": 3, "deepstack_visual_indexes": [0, 2]} if is_deep(kind) else {}
-    config = {
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "model_type": kind,
-        "image_token_id": IMAGE,
-        "video_token_id": VIDEO,
-        "vision_start_token_id": VISION_START,
-        "vision_end_token_id": VISION_END,
-        "tie_word_embeddings": False,
-        "text_config": text | {"model_type": f"{kind}_text"},
-        "vision_config": VISION | {"model_type": kind} | deep,
-    }
-    return Kind(
-        config,
-        PROCESSOR,
-        Qwen2VLImageProcessorPil,
-        SPECIAL,
-        TEMPLATE,
-        "<|im_end|>",
-        lambda *given: qwen_inputs(*given),
-        lambda made: made["image_grid_thw"].tolist(),
-    )
-
-
+QWEN = Kind(
+    Qwen2VLImageProcessorPil,
+    lambda *given: qwen_inputs(*given),
+    lambda made: made["image_grid_thw"].tolist(),
+)
+GEMMA = Kind(
+    Gemma3ImageProcessorPil,
+    lambda *given: gemma_inputs(*given),
+    lambda made: [[1, 8, 8] for _ in made["pixel_values"]],
+    258,
+)
+MISTRAL = Kind(
+    PixtralImageProcessorPil,
+    lambda *given: mistral_inputs(*given),
+    lambda made: [[1, int(h) // 14, int(w) // 14] for h, w in made["image_sizes"]],
+    options={"patch_size": {"height": 28, "width": 28}},
+)
 MODELS = {
-    "qwen3_vl_images": Model(qwen("qwen3_vl", DEEP), 23, 0.5),
-    "qwen3_vl_moe_images": Model(qwen("qwen3_vl_moe", DEEP_EXPERTS), 24, 0.5),
-    "qwen3_5_images": Model(qwen("qwen3_5", TEXT), 21, 0.4),
-    "qwen3_5_moe_images": Model(qwen("qwen3_5_moe", TEXT | QWEN_EXPERTS), 22, 0.4),
-    "gemma3_images": Model(
-        Kind(
-            GEMMA,
-            GEMMA_PROCESSOR,
-            Gemma3ImageProcessorPil,
-            GEMMA_SPECIAL,
-            GEMMA_TEMPLATE,
-            "<end_of_turn>",
-            lambda *given: gemma_inputs(*given),
-            lambda made: [[1, 8, 8] for _ in made["pixel_values"]],
-            "<bos>",
-        ),
-        24,
-        1.0,
-    ),
-    "mistral3_images": Model(
-        Kind(
-            MISTRAL,
-            MISTRAL_PROCESSOR,
-            PixtralImageProcessorPil,
-            MISTRAL_SPECIAL,
-            MISTRAL_TEMPLATE,
-            "</s>",
-            lambda *given: mistral_inputs(*given),
-            lambda made: [[1, int(h) // 14, int(w) // 14] for h, w in made["image_sizes"]],
-            "<s>",
-            {"patch_size": {"height": 28, "width": 28}},
-        ),
-        25,
-        1.0,
-    ),
+    "qwen3_vl_images": Model(QWEN, 23, 0.5),
+    "qwen3_vl_moe_images": Model(QWEN, 24, 0.5),
+    "qwen3_5_images": Model(QWEN, 21, 0.4),
+    "qwen3_5_moe_images": Model(QWEN, 22, 0.4),
+    "gemma3_images": Model(GEMMA, 24, 1.0),
+    "mistral3_images": Model(MISTRAL, 25, 1.0),
 }
+QWEN_IMAGE, GEMMA_IMAGE, GEMMA_ROWS = 260, 263, 16
+"""Ids of images, and the rows of one."""
 
 
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
     for name in names or MODELS:
         folder = HERE / name
-        folder.mkdir(exist_ok=True)
-        write_texts(folder, MODELS[name].kind)
         write_weights(folder, MODELS[name])
         with torch.no_grad():
             facts = expected(folder, MODELS[name].kind)
@@ -168,44 +102,14 @@ def main(names: list[str]) -> None:
             print(name, len(answer["prompt_ids"]), answer["greedy_ids"])
 
 
-def write_texts(folder: Path, kind: Kind) -> None:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    # As Gemma's vocabulary has them: two newlines are one token, and so are three.
-    line, whole = "\u010a", kind.config is GEMMA
-    merges = [(line, line), (line * 2, line)] if whole else []
-    vocabulary = [*alphabet, *(a + b for a, b in merges)]
-    tokenizer = Tokenizer(models.BPE({each: i for i, each in enumerate(vocabulary)}, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not whole)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(kind.special)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        **({"bos_token": kind.bos} if kind.bos else {}),
-        "eos_token": kind.end,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": kind.template,
-    }
-    for name, value in (
-        ("config.json", kind.config),
-        ("preprocessor_config.json", kind.processor),
-        ("tokenizer_config.json", settings),
-        *([("processor_config.json", MISTRAL_MARKS)] if kind.config is MISTRAL else []),
-    ):
-        _ = (folder / name).write_text(json.dumps(value, indent=1) + "\n")
-
-
 def write_weights(folder: Path, made: Model) -> None:
     model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder))
-    if made.kind.processor_class is Qwen2VLImageProcessorPil:
+    if made.kind is QWEN:
         shapes, zero_centred = qwen_shapes(folder, model)
     else:  # under the names that transformers saves, which are the published ones
         model.save_pretrained(folder / "shapes")
         saved = load_file(folder / "shapes" / "model.safetensors")
-        shapes, zero_centred = (
-            {name: t.shape for name, t in saved.items()},
-            made.kind.config is GEMMA,
-        )
+        shapes, zero_centred = {name: t.shape for name, t in saved.items()}, made.kind is GEMMA
         shutil.rmtree(folder / "shapes")
     generator = torch.Generator().manual_seed(made.seed)
     tensors: dict[str, torch.Tensor] = {}
@@ -217,22 +121,15 @@ def write_weights(folder: Path, made: Model) -> None:
             fan_in = shapes[name][1:].numel()
             tensors[name] = (tensors[name] * shapes[name][-1] ** 0.5 / fan_in**0.5 * 4).bfloat16()
         if name.endswith("lm_head.weight"):
-            tensors[name][first_special(made.kind) :] = (
-                0  # never the most likely: answers have text alone
-            )
-        if made.kind.config is GEMMA and "embed_tokens" in name:
+            tensors[name][made.kind.first_special :] = 0  # answers have text alone
+        if made.kind is GEMMA and "embed_tokens" in name:
             tensors[name] *= 0.15  # the model multiplies it by 8
         if not is_tower and any(part in name for part in ("o_proj", "out_proj", "down_proj")):
             tensors[name] *= made.gain
-    if made.kind.config is GEMMA:  # Google's repositories have names of an older version
+    if made.kind is GEMMA:  # Google's repositories have names of an older version
         old = "vision_tower.vision_model."
         tensors = {name.replace("vision_tower.", old): t for name, t in tensors.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
-def first_special(kind: Kind) -> int:
-    """The first id that is no text."""
-    return GEMMA["boi_token_index"] - 3 if kind.config is GEMMA else START
 
 
 def qwen_shapes(folder: Path, model: Any) -> tuple[dict[str, torch.Size], bool]:
@@ -297,12 +194,12 @@ def qwen_inputs(model: Any, made: Any, text: str, encode: Any) -> tuple[list[int
     ids = list[int]()
     left = [int(t * h * w) // 4 for t, h, w in grids]
     for token in encode(text):
-        ids += [IMAGE] * left.pop(0) if token == IMAGE else [token]
+        ids += [QWEN_IMAGE] * left.pop(0) if token == QWEN_IMAGE else [token]
     seen = model.model.visual(made["pixel_values"], grid_thw=grids)
     features = getattr(seen, "pooler_output", None)
 
     def arguments(rows: torch.Tensor) -> dict[str, Any]:
-        types = (rows == IMAGE).int()
+        types = (rows == QWEN_IMAGE).int()
         return {"mm_token_type_ids": types, "image_grid_thw": grids}
 
     return ids, seen[0] if features is None else features, arguments
@@ -315,7 +212,7 @@ def gemma_inputs(model: Any, made: Any, text: str, encode: Any) -> tuple[list[in
     features = model.model.get_image_features(made["pixel_values"]).pooler_output
 
     def arguments(rows: torch.Tensor) -> dict[str, Any]:
-        return {"token_type_ids": (rows == GEMMA["image_token_index"]).long()}
+        return {"token_type_ids": (rows == GEMMA_IMAGE).long()}
 
     return encode(text.replace("<start_of_image>", whole)), features.flatten(0, 1), arguments
 
@@ -357,7 +254,7 @@ def expected(folder: Path, kind: Kind) -> dict[str, Any]:
             out = model(input_ids=rows, pixel_values=pixels, use_cache=False, **arguments(rows))
             answer.append(int(out.logits[0, -1].argmax()))
             logprobs.append(round(out.logits[0, -1].log_softmax(-1).max().item(), 6))
-        assert max(answer[len(ids) :]) < first_special(kind)
+        assert max(answer[len(ids) :]) < kind.first_special
         answers.append(
             {
                 "images": [base64.b64encode(file).decode() for file in files],

@@ -12,8 +12,10 @@ keeps what it has in the file STATE, from which the next run goes on. Pictures a
 
 import argparse
 import io
+import json
 import math
 import random
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -32,22 +34,18 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from coloured_squares import COLOURS, HELD_OUT, MODEL, MOST, Picture, picture
-from layout import (
-    END,
-    HIDDEN,
-    IDS,
-    IMAGE,
-    MERGE,
-    PROCESSOR,
-    START,
-    TEXT,
-    VISION,
-    VISION_END,
-    VISION_START,
-    tokenizer_of_bytes,
-    write,
-)
 
+HERE = Path(__file__).parent
+CONFIG = json.loads((HERE / "config.json").read_text())
+OF_FILES = ("architectures", "model_type", "mtp_num_hidden_layers", "dtype")
+TEXT, VISION, IDS = (
+    {k: v for k, v in part.items() if k not in OF_FILES and not k.endswith("_config")}
+    for part in (CONFIG["text_config"], CONFIG["vision_config"], CONFIG)
+)
+PROCESSOR = json.loads((HERE / "preprocessor_config.json").read_text())
+HIDDEN, MERGE = TEXT["hidden_size"], VISION["spatial_merge_size"]
+START, END, VISION_START, VISION_END, IMAGE = range(256, 261)
+"""The tokenizer's ids behind those of the 256 bytes."""
 DEPTH, BATCH, RATE, THREADS = 3, 16, 2.5e-3, 1
 LOOK, READ = 3500, 4500
 """The steps from which the backbone and the head are trained, too."""
@@ -255,7 +253,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(THREADS)
     _ = torch.manual_seed(0)
-    tokenizer, model = tokenizer_of_bytes(), Trained()
+    tokenizer, model = Tokenizer.from_file(str(HERE / "tokenizer.json")), Trained()
     processor = Qwen2VLImageProcessorPil(**{k: v for k, v in PROCESSOR.items() if "type" not in k})
     named = dict(model.named_parameters())
     matrices = [p for p in named.values() if p.ndim > 1]
@@ -289,7 +287,22 @@ def main() -> None:
                 flush=True,
             )
     keep(options.state, step, named, optimiser)
-    write(options.write, model.lm, model.mtp, tokenizer)
+    write(options.write, model)
+
+
+def write(folder: Path, model: Trained) -> None:
+    """The files of a publisher's repository: the weights, and the texts beside this file."""
+    folder.mkdir(exist_ok=True, parents=True)
+    tensors = {f"mtp.{name}": value for name, value in model.mtp.state_dict().items()}
+    tensors |= {k: v for k, v in model.lm.state_dict().items() if k != "lm_head.weight"}
+    tensors = {
+        name: value.to(torch.float32 if name.endswith("A_log") else torch.bfloat16).contiguous()
+        for name, value in tensors.items()
+    }
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    for path in HERE.glob("*.json"):
+        if path.parent != folder.resolve():
+            _ = shutil.copy(path, folder)
 
 
 def depths_at(step: int) -> int:
