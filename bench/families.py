@@ -97,7 +97,7 @@ def examine(name: str) -> Row:
     from zoo_runs import mlx_lms, on_one_node, small
 
     from exo_node.mtp.families.table import family_of
-    from exo_node.shard.model.model_faults import MODEL_FAULTS
+    from exo_node.shard.model.open_model import MODEL_FAULTS
 
     try:
         config = tiny_config(name)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from engines import Answer, answer
 from prefixes import ROOM
 
-from exo_node.shard.checkpoint.prefix_stream import PrefixReceiver, ReceivedPrefix
+from exo_node.shard.checkpoint.prefix_files import PrefixReceiver, ReceivedPrefix
 from exo_node.shard.engine.parameters import Parameters
 from exo_node.shard.engine.text_engine import TextEngine
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal
 import typer
 
 from ...placement.errors import ExoNodeError
-from ...shard.checkpoint.vision_extra import LIGHT_WAY, has_extra
+from ...shard.checkpoint.vision import LIGHT_WAY, has_extra
 from ..machine.private_files import update_private
 from .client import ApiEndpoint, call, connect, follow, with_remedy
 from .flags import AsJson, DataDir, LocalPort, client_settings

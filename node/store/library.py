@@ -24,7 +24,7 @@ from ...shard.checkpoint.checkpoint import Checkpoint, is_weight_file, read_chec
 from ...shard.checkpoint.generation_config import read_generation_config
 from ...shard.checkpoint.head_tensors import HeadFound, find_head
 from ...shard.checkpoint.pooling import embedder_facts
-from ...shard.checkpoint.vision_extra import may_read_images
+from ...shard.checkpoint.vision import may_read_images
 from .gguf_places import by_name, by_path, in_model_folders
 from .hub_cache import HubCache, offline_by
 from .identifiers import RepositoryName

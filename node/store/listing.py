@@ -15,7 +15,7 @@ from ...placement.fitting import Fit, fit
 from ...placement.ids import ModelId
 from ...placement.options import usual_context
 from ...placement.sampling_values import model_sampling
-from ...shard.checkpoint.vision_extra import ADD_ENCODERS, has_extra
+from ...shard.checkpoint.vision import ADD_ENCODERS, has_extra
 from .library import FileFacts, KnownModel, ModelLibrary
 
 READABLE: Final = 8.0

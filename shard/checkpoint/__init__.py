@@ -8,17 +8,12 @@ generation_config.py: the publisher's sampling and end tokens
 gguf_file.py: the header of a GGUF file: its values and tensors
 head_layouts.py: which tensors an MTP head has
 head_shapes.py: the shapes of its parts
-head_storage.py: how each of them may be stored
 head_tensors.py: where a native MTP head lies in a checkpoint
 headers.py: one safetensors header, checked
 model_classes.py: the model types that there are classes of
-nextn_layouts.py: those that one family has alone
 optional_files.py: files that a model need not have
 pooling.py: how an embedder's publisher makes one embedding of all rows
-prefix_files.py: files of cached prefixes: their format, and the bound of all
-prefix_stream.py: such a file as it comes from another runner
+prefix_files.py: files of cached prefixes: on disk, their bound, and from another runner
 stage_files.py: which weight files one stage reads
-vision.py: how a model reads images, by its config.json
-vision_extra.py: what images and encoders need: the extra, and a tower's tensors
-weight_samples.py: a digest by which two machines compare their weights
+vision.py: how a model reads images, by its config.json; the extra, and a tower's tensors
 """

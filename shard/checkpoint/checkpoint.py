@@ -5,8 +5,9 @@ A checkpoint comes from outside: nothing of it is loaded before `read_checkpoint
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -39,6 +40,8 @@ GLM-4.6 and 4.7, MTPLX and MLX OptiQ use the first, vllm-mlx the second, MTPLX t
 at times the fourth.
 """
 
+SAMPLE_BYTES = 512
+"""Bytes of each tensor that `sample_digest` reads."""
 INDEX_FILE = "model.safetensors.index.json"
 
 _CONFIG_BOUNDS = {
@@ -126,6 +129,23 @@ def read_checkpoint(folder: Path, *, only: frozenset[str] | None = None) -> Chec
     return Checkpoint(folder, config, MappingProxyType(tensors), digest.hexdigest())
 
 
+def sample_digest(folder: Path) -> str:
+    """SHA-256, in hex, of the fingerprint of a checkpoint, and of some bytes from the middle of
+    each tensor.
+
+    Training changes nearly every number of a tensor, so weights of another training differ, though
+    their headers are alike. Reading all of them would take minutes. Raises OSError and
+    InvalidCheckpoint.
+    """
+    checkpoint = read_checkpoint(folder)
+    digest = hashlib.sha256(checkpoint.fingerprint.encode())
+    tensors = sorted(checkpoint.tensors.values(), key=lambda tensor: (tensor.file, tensor.start))
+    for file, members in groupby(tensors, key=lambda tensor: tensor.file):
+        for sample in _samples(folder / file, members):
+            digest.update(sample)
+    return digest.hexdigest()
+
+
 def indexed_files(folder: Path) -> frozenset[str]:
     """The weight files in the index, none where there is no index. Raises InvalidCheckpoint."""
     files = (_read_index(folder) or {}).values()
@@ -208,3 +228,14 @@ def _check_index(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     for tensor in tensors.values():
         if tensor.name not in files and tensor.file not in HEAD_FILES:
             raise fault(path, f"is in {tensor.file} but not in the index", tensor=tensor.name)
+
+
+def _samples(path: Path, tensors: Iterable[Tensor]) -> Iterator[bytes]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for tensor in tensors:
+            size = min(SAMPLE_BYTES, tensor.nbytes)
+            middle = tensor.start + (tensor.nbytes - size) // 2
+            yield os.pread(descriptor, size, middle)
+    finally:
+        os.close(descriptor)

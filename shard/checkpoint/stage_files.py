@@ -9,7 +9,7 @@ from typing import Final
 
 from .checkpoint import HEAD_FILES
 from .headers import Tensor, header_end
-from .vision_extra import TOWER_PREFIXES
+from .vision import TOWER_PREFIXES
 
 HEADERS: Final = "headers"
 """The folder in a partial copy with the headers of the weight files that it lacks."""

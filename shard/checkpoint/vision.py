@@ -1,17 +1,34 @@
-"""The facts of config.json about images, for the families whose images are built in."""
+"""How a model reads images, by its config.json, and what images and encoders need: the extra
+`vision`, and a tower's tensors."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from math import isqrt
+from pathlib import Path
 from typing import Any, Final, Literal, cast
 
-from .checkpoint import text_config
+from ...placement.errors import InvalidCheckpoint
+from .checkpoint import read_config, text_config
 
 Facts = Mapping[str, Any]
 MAX_IMAGE_ROWS: Final = 512
 """Rows of an image that one forward must read at once: those of the longest usual forward."""
 _MAX_SIZE: Final = 1 << 20
 _MAX_DEPTH: Final = 256
+TOWER_PREFIXES: Final = (
+    *("model.visual.", "visual.", "model.vision_tower.", "vision_tower."),
+    *("model.multi_modal_projector.", "multi_modal_projector."),
+)
+"""Beginnings of a tower's names: as published, in older conversions, and in mlx-vlm's."""
+LIGHT_WAY: Final = "pip install --no-deps mlx-vlm pillow"
+"""Without mlx-vlm's requirements, of which a tower uses none."""
+_ADD: Final = (
+    "this node has no software for {}: `pip install 'exo-node[vision]'`, or 667 MB less by "
+    f"`{LIGHT_WAY}`, and load the model again"
+)
+ADD_IMAGES: Final = _ADD.format("images")
+ADD_ENCODERS: Final = _ADD.format("encoders")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +136,17 @@ def _are_sizes(values: Any, count: int) -> bool:
         and len(cast("list[Any]", values)) == count
         and all(type(each) is int and 0 < each < _MAX_SIZE for each in cast("list[Any]", values))
     )
+
+
+def may_read_images(folder: Path) -> bool:
+    """Whether a checkpoint is expected to read images on this machine, by its config.json."""
+    try:
+        config = read_config(folder)
+    except InvalidCheckpoint:  # a load of the model names the file and the fault
+        return False
+    return vision_of(config) is not None and has_extra()
+
+
+def has_extra() -> bool:
+    """Whether mlx-vlm and Pillow are installed; imports neither."""
+    return all(find_spec(name) is not None for name in ("mlx_vlm", "PIL"))

@@ -8,7 +8,7 @@ from ...mtp.families.family import Family
 from ...mtp.families.head import DraftHead
 from ...placement.errors import InvalidRequest
 from ...proto.fields import changed
-from ..model.numeric import parked_reason
+from ..model.tensors import parked_reason
 from .draft_profile import DraftProfile
 from .drafter import DraftModel
 from .options import EngineOptions

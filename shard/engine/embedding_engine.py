@@ -22,7 +22,7 @@ from ..kernels.install import used
 from ..model.embedder import POOLINGS, Embedder
 from ..model.encoder import PADDING
 from ..model.load import Loaded
-from ..model.model_faults import MODEL_FAULTS, headline
+from ..model.open_model import MODEL_FAULTS, headline
 from .compute import ComputeThread, as_exception
 from .engine import Engine
 from .executor import LocalExecutor

@@ -13,7 +13,7 @@ from ...mtp.drafting.lookup_drafts import PromptLookup
 from ...mtp.drafting.lookup_length import AdaptiveLength, CopyCosts, CopyEvidence
 from ...mtp.families.taped_gated_delta import keeps_states
 from ...mtp.probe import Subject
-from ..model.model_faults import MODEL_FAULTS, headline
+from ..model.open_model import MODEL_FAULTS, headline
 from .draft_profile import DraftProfile
 from .options import EngineOptions
 from .parameters import Parameters

@@ -8,7 +8,7 @@ from typing import Any
 from ...mtp.probe import Costs, Subject, measure_costs
 from ...mtp.targets import Target
 from ..kernels.first_choices import choose_first
-from ..model.model_faults import MODEL_FAULTS, headline
+from ..model.open_model import MODEL_FAULTS, headline
 from ..model.tensors import DTYPES
 from .draft_profile import DraftProfile
 from .drafter import new_draft

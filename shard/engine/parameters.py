@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from ...mtp.grammar import GrammarMatcher
 from ...mtp.types import DraftPolicy, Round, Sampling
 from ...proto import peer_pb2 as pb
-from ..checkpoint.prefix_stream import ReceivedPrefix
+from ..checkpoint.prefix_files import ReceivedPrefix
 from ..text.image_rows import PreparedImage
 from ..text.stop_strings import StopStrings
 from ..text.tools.channels import AnswerFormat

@@ -21,9 +21,8 @@ from ...mtp.types import FinishReason, Forward
 from ...placement.cluster import layer_range
 from ...placement.errors import ExoNodeError, InvalidFrame, NumericError
 from ...proto import peer_pb2 as pb
-from ..model.numeric import require_finite
 from ..model.stage_model import StageModel
-from ..model.tensors import DTYPES, ITEM_BYTES, from_bytes, to_bytes
+from ..model.tensors import DTYPES, ITEM_BYTES, from_bytes, require_finite, to_bytes
 from ..pipeline.frames import BlockMember, HiddenBlock, Replayed
 from ..pipeline.link import StageLink, Trip
 from .executor import REPORT_EVERY

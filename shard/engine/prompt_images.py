@@ -7,8 +7,7 @@ import mlx.core as mx
 
 from ...mtp.placed_rope import RopePositions
 from ...mtp.seams import as_row
-from ..model.tower import Tower
-from ..model.tower_modules import Features
+from ..model.tower import Features, Tower
 from ..text.image_rows import PreparedImage
 
 

@@ -17,10 +17,9 @@ from ...mtp.types import CacheTier
 from ...placement.cluster import layer_range
 from ...placement.errors import ExoNodeError, InvalidFrame, NumericError, PeerLost, StateLost
 from ...proto import peer_pb2 as pb
-from ..model.numeric import require_finite
 from ..model.stage_limits import StageLimits
 from ..model.stage_model import StageModel
-from ..model.tensors import DTYPES, ITEM_BYTES, from_bytes, to_bytes
+from ..model.tensors import DTYPES, ITEM_BYTES, from_bytes, require_finite, to_bytes
 from ..pipeline.frames import BlockMember, HiddenBlock
 from ..pipeline.link import Key
 from ..pipeline.seen_attempts import SeenAttempts

@@ -12,7 +12,7 @@ import mlx.core as mx
 from ...mtp.caches.batch_caches import can_batch
 from ...mtp.caches.rollback import rollback
 from ...mtp.probe import lengthen, probe_ids
-from ..model.model_faults import MODEL_FAULTS, headline
+from ..model.open_model import MODEL_FAULTS, headline
 from ..model.stage_model import StageModel
 from ..model.tensors import to_bytes
 from ..pipeline.frames import Replayed

@@ -8,7 +8,7 @@ import mlx.core as mx
 from mlx import nn
 
 from ..checkpoint.encoders import encoder_family
-from .bare_mlx_vlm import bare_mlx_vlm
+from ..text.bare_packages import bare_package
 
 PADDING: Final = -1
 """The id of rows behind the end of an input in a batch."""
@@ -43,7 +43,7 @@ class _Mask:
 def encoder_classes(config: Mapping[str, Any]) -> tuple[type[nn.Module], type]:
     """The class of an encoder and that of its config. Raises ImportError."""
     family = encoder_family(config)
-    bare_mlx_vlm(family)
+    bare_package(f"mlx_vlm.models.{family}")
     module, configs = _MODULES[family]()
     module.scaled_dot_product_attention = _attention
     return module.Model, configs.ModelConfig

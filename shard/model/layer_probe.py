@@ -37,29 +37,24 @@ class LayerTimes:
     tail_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeRows:
-    """The numbers of rows to time: a verify of K+1 rows, a prefill chunk."""
-
-    verify: int
-    prefill: int
-
-
 def probe_layers(
     stage: StageModel,
     hidden_size: int,
     dtype: mx.Dtype,
-    rows: ProbeRows,
     clock: Clock,
     *,
+    drafts: int,
     tail: bool,
+    chunk: int = MOST,
 ) -> LayerTimes:
     """Times layers [first, end) of a loaded stage; on the compute thread, before it serves.
+
+    `drafts`: the most of a verify; 0: as for 3. `chunk`: rows of a prompt's forward.
 
     A single row is a decode step; the hidden states are random, so that a mixture's router spreads
     them over its experts as text would.
     """
-    start = clock()
+    start, verify_rows = clock(), (drafts or 3) + 1
     first = max(stage.first, stage.end - PREFILL_LAYERS)
     last_layers = StageModel(stage.model, first, stage.end, stage.kv)
 
@@ -74,16 +69,16 @@ def probe_layers(
         return _fastest(forward, clock, start + share * BUDGET_S) / (part.end - part.first)
 
     decode = time_layers(stage, 1, 0.25)
-    verify = time_layers(stage, rows.verify, 0.5)
+    verify = time_layers(stage, verify_rows, 0.5)
     tail_s = _time_tail(stage, hidden_size, dtype, clock, start + 0.6 * BUDGET_S) if tail else 0.0
-    sample = min(SAMPLE_ROWS, rows.prefill)
-    prefill = time_layers(last_layers, sample, 0.9) * rows.prefill / sample
+    sample = min(SAMPLE_ROWS, chunk)
+    prefill = time_layers(last_layers, sample, 0.9) * chunk / sample
     if (
-        sample < rows.prefill
+        sample < chunk
         and clock() + prefill * (last_layers.end - last_layers.first) < start + BUDGET_S
     ):
-        prefill = time_layers(last_layers, rows.prefill, 1.0)
-    return LayerTimes(decode, verify, rows.verify, prefill, rows.prefill, tail_s)
+        prefill = time_layers(last_layers, chunk, 1.0)
+    return LayerTimes(decode, verify, verify_rows, prefill, chunk, tail_s)
 
 
 def _time_tail(
@@ -113,8 +108,3 @@ def _time_once(work: Callable[[], Any], clock: Clock) -> float:
     start = clock()
     work()
     return clock() - start
-
-
-def probed_rows(max_draft_tokens: int) -> ProbeRows:
-    """The rows at which a stage is timed; K = 3 for a model without drafts."""
-    return ProbeRows(verify=(max_draft_tokens or 3) + 1, prefill=MOST)

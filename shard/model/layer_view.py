@@ -36,7 +36,6 @@ class Slot:
 
     input: mx.array | None = None
     output: mx.array | None = None
-    computes: bool = True
 
 
 class _LayerProxy(nn.Module):
@@ -136,8 +135,7 @@ class _EagerLayer(_LayerProxy):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         out = self._layer(*args, **kwargs)
-        if self._slot.computes:
-            mx.async_eval(_hidden_of(out))
+        mx.async_eval(_hidden_of(out))
         return out
 
 
@@ -183,5 +181,5 @@ def stage_view(
     for i in range(first, end - 1):
         count = i - first + 1
         if count & (count - 1) == 0:
-            proxies[i] = _EagerLayer(proxies[i], _slot=slot)
+            proxies[i] = _EagerLayer(proxies[i])
     return proxies

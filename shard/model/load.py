@@ -28,12 +28,17 @@ from ..checkpoint.vision import Vision, vision_of
 from ..kernels.install import install
 from ..kernels.trial import KernelChoice
 from .fusing import prepare_fusing
-from .head_files import backbone_is_raw, head_arrays
-from .kv_quantisation import KvQuantisation
-from .open_model import open_model, parameters_of, read_layers, require_layers
+from .open_model import (
+    backbone_is_raw,
+    head_arrays,
+    open_model,
+    parameters_of,
+    read_layers,
+    require_layers,
+)
 from .split_check import require_splittable
 from .stage_limits import StageLimits
-from .stage_model import StageModel
+from .stage_model import KvQuantisation, StageModel
 from .tensors import DTYPES
 from .tower import Tower, load_tower, placed_positions
 
@@ -118,8 +123,6 @@ def _load(
     stage = StageModel(model, spec.first_layer, spec.end_layer, kv, positions)
     limits = _limits(spec, checkpoint.config, vision)
     stage.check_quantised(limits.hidden_size, dtype, source_of(spec.kv_bits_source))
-    if spec.num_stages > 1:
-        stage.check_splits(limits.hidden_size)
     head, head_state, head_bytes = None, spec.mtp_off_reason, 0
     if generator and spec.native_mtp:
         head, head_state = _load_head(spec, checkpoint, stage, dtype)

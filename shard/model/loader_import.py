@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from ...placement.errors import LoadFailed
 from ..kernels.cpu_products import stand_in
-from ..text.bare_packages import bare_mlx_lm, bare_transformers, replaced_modules
+from ..text.bare_packages import bare_package, bare_transformers, replaced_modules
 
 
 def _raise_soft_limit(resource_id: int, limits: tuple[int, int]) -> None:
@@ -53,7 +53,7 @@ def _stand_in_for(name: str) -> ModuleType:
 stand_in()
 _SET = resource.setrlimit
 resource.setrlimit = _raise_soft_limit
-bare_mlx_lm()
+bare_package("mlx_lm")
 bare_transformers()
 try:
     with replaced_modules([_stand_in_for(name) for name in _STAND_INS]):

@@ -1,4 +1,4 @@
-"""A whole model from its folder, with lazy weights, and the weights of some of its layers.
+"""A whole model from its folder, with lazy weights, and those of some of its layers or of its head.
 
 Tensors that mlx-lm's class of the model does not know, those of a draft head, are left out.
 """
@@ -22,19 +22,27 @@ from mlx_lm.utils import (
 
 from ...mtp.families.table import prepare
 from ...mtp.families.weights import cast_parameters
+from ...mtp.seams import FORWARD_FAULTS
 from ...placement.cluster import layer_range
 from ...placement.errors import InvalidCheckpoint, LoadFailed
-from ..checkpoint.checkpoint import read_config
+from ..checkpoint.checkpoint import Checkpoint, read_config
 from ..checkpoint.encoders import encoder_changes, is_encoder
+from ..checkpoint.head_tensors import HeadFound
 from ..checkpoint.pooling import require_pooling
-from ..checkpoint.vision_extra import ADD_ENCODERS, has_extra
+from ..checkpoint.vision import ADD_ENCODERS, has_extra
 from .embedder import NO_LM_HEAD, embedder_class
 from .encoder import encoder_classes
-from .model_faults import MODEL_FAULTS
+
+MODEL_FAULTS = (
+    *FORWARD_FAULTS,
+    ImportError,
+    OSError,
+    SystemExit,  # a class whose import lacks a library
+)
+"""The errors of a model class for a config.json that does not fit it."""
 
 Progress = Callable[[int, int], None]
 """Bytes of weights in memory so far, and in all."""
-
 
 _HEAD = re.compile(
     r"(?:language_model\.)?(?:model\.)?(?:language_model\.)?"
@@ -185,3 +193,33 @@ def mlx_lm_type(model_type: str) -> str:
     if short == model_type or importlib.util.find_spec(f"mlx_lm.models.{model_type}") is not None:
         return model_type
     return short
+
+
+def headline(fault: BaseException) -> str:
+    """The type and first line of a model class's error: MLX appends a page of signatures."""
+    line = (str(fault).splitlines() or [""])[0]
+    return f"{type(fault).__name__}: {line[:200]}"
+
+
+def head_arrays(checkpoint: Checkpoint, head: HeadFound) -> dict[str, mx.array]:
+    """The head's arrays by canonical name. Lazy: data is read when it is evaluated."""
+    files: dict[str, dict[str, mx.array]] = {}
+    arrays: dict[str, mx.array] = {}
+    for canonical, tensor in head.tensors.items():
+        if tensor.file not in files:  # lazy: opening a file reads its header only
+            files[tensor.file] = cast(
+                "dict[str, mx.array]", mx.load(str(checkpoint.folder / tensor.file))
+            )
+        arrays[canonical] = files[tensor.file][tensor.name]
+    return arrays
+
+
+def backbone_is_raw(checkpoint: Checkpoint, head: HeadFound) -> bool | None:
+    """Whether conv1d kernels have PyTorch's layout, mlx-lm's sign of an original checkpoint.
+
+    None if the head has a file of its own, whose layout may differ from the backbone's.
+    """
+    if not head.shares_file_with_backbone:
+        return None
+    kernels = [t for name, t in checkpoint.tensors.items() if name.endswith("conv1d.weight")]
+    return any(kernel.shape[-1] != 1 for kernel in kernels) if kernels else None

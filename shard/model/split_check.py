@@ -34,8 +34,7 @@ from ...placement.errors import InvalidCard, LoadFailed
 from ...placement.split_refusal import SplitRefusal
 from ..checkpoint.files import read_bounded, write_atomic
 from .layer_view import LayerRecords
-from .model_faults import MODEL_FAULTS, headline
-from .open_model import mlx_lm_type, parameters_of
+from .open_model import MODEL_FAULTS, headline, mlx_lm_type, parameters_of
 from .small_config import small_config
 from .stage_model import ONE_NODE, StageModel
 

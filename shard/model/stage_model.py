@@ -7,12 +7,19 @@ this stage needs them.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, cast
 
 import mlx.core as mx
 from mlx import nn
-from mlx_lm.models.cache import CacheList, make_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    QuantizedKVCache,
+    make_prompt_cache,
+)
 
 from ...mtp.caches.rollback import takes_tapes, with_tapes
 from ...mtp.caches.window import with_windows
@@ -20,7 +27,6 @@ from ...mtp.placed_rope import RopePositions
 from ...placement.errors import InvalidCheckpoint, LoadFailed
 from ...placement.kv_bits import Source, load_refusal
 from ...placement.split_refusal import SplitRefusal
-from .kv_quantisation import KvQuantisation, quantised, unquantised
 from .layer_view import (
     LayerCalls,
     LayerRecords,
@@ -29,11 +35,25 @@ from .layer_view import (
     stage_view,
     watched_layers,
 )
-from .model_faults import MODEL_FAULTS, headline
+from .open_model import MODEL_FAULTS, headline
 
 REFUSED: Final = SplitRefusal("it cannot be split").param
 """The `param` of the error: this model may run on one node only."""
 ONE_NODE: Final = "; place it on one node"
+
+
+@dataclass(frozen=True, slots=True)
+class KvQuantisation:
+    """How keys and values are quantised, by mlx-lm's cache.
+
+    Each row is quantised by itself, so rollback works as with a plain cache, and a block of rows
+    writes the same as single steps. Answers differ a little from those without quantisation, so
+    comparisons bit for bit always have it on both sides.
+    """
+
+    bits: int
+    group_size: int
+    """Numbers that share a scale and a bias."""
 
 
 class StageModel:
@@ -90,26 +110,6 @@ class StageModel:
         records = LayerRecords()
         return self._call(recorded_layers(self._layers, records), tokens, None, caches), records
 
-    def check_splits(self, hidden_size: int) -> None:
-        """Raises LoadFailed if layers pass on more than hidden states.
-
-        Only the graph of one row is built; nothing is computed.
-        """
-        token, row = mx.zeros((1, 1), mx.int32), mx.zeros((1, 1, hidden_size))
-        self._slot.computes = False
-        try:
-            result: object = self.hidden(token, row, self.make_caches()).shape
-        except MODEL_FAULTS as fault:
-            result = fault
-        finally:
-            self._slot.computes = True
-        if result != row.shape:
-            raise LoadFailed(
-                f"a layer of {type(self.model).__module__} gives {result} where hidden states are "
-                f"{row.shape}, so this model cannot be split{ONE_NODE}",
-                param=REFUSED,
-            )
-
     def check_quantised(self, hidden_size: int, dtype: mx.Dtype, source: Source = "card") -> None:
         """Raises LoadFailed if the model cannot compute with caches quantised by `kv`.
 
@@ -120,7 +120,7 @@ class StageModel:
             return
         caches = self.make_caches()
         try:
-            if kinds := unquantised(caches):
+            if kinds := _unquantised(caches):
                 raise TypeError(f"a cache of kind {kinds[0]} cannot be")
             _ = self.hidden(
                 mx.zeros((1, 1), mx.int32), mx.zeros((1, 1, hidden_size), dtype), caches
@@ -161,7 +161,7 @@ class StageModel:
     def _fresh_caches(self) -> list[Any]:
         caches = with_windows(make_prompt_cache(self.model))
         caches = with_tapes(caches) if self._takes_tapes else caches
-        return caches if self.kv is None else quantised(caches, self.kv)
+        return caches if self.kv is None else _quantised(caches, self.kv)
 
     @cached_property
     def _layer_calls(self) -> LayerCalls:
@@ -251,3 +251,14 @@ def _kind(cache: object) -> tuple[object, ...]:
     sizes = (getattr(cache, name, None) for name in ("max_size", "chunk_size"))
     parts = map(_kind, cache.caches) if isinstance(cache, CacheList) else ()
     return (type(cache), *sizes, *parts)
+
+
+def _quantised(caches: Sequence[object], kv: KvQuantisation) -> list[Any]:
+    """A fresh cache list in which the plain entries are quantised ones."""
+    return [QuantizedKVCache(kv.group_size, kv.bits) if type(c) is KVCache else c for c in caches]
+
+
+def _unquantised(caches: Sequence[object]) -> list[str]:
+    """Names of the cache classes that grow with the context and are not quantised."""
+    kinds = {type(c) for c in caches if not isinstance(c, QuantizedKVCache | ArraysCache)}
+    return sorted(kind.__name__ for kind in kinds)

@@ -1,7 +1,8 @@
-"""The vision tower beside a text model, filled from the same checkpoint."""
+"""The vision tower beside a text model, filled from the same checkpoint: mlx-vlm's modules, and
+what stands between them and the text model."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 from mlx import nn
@@ -9,15 +10,25 @@ from mlx import nn
 from ...mtp.families.weights import cast_parameters
 from ...mtp.image_blocks import see_whole_images
 from ...mtp.placed_rope import RopePositions, deepen, place_ropes
+from ...mtp.schedule import MOST_SCORES
 from ...mtp.seams import FORWARD_FAULTS
 from ...placement.errors import InvalidRequest
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.vision import Vision, is_sound
-from ..checkpoint.vision_extra import ADD_IMAGES, TOWER_PREFIXES, has_extra
+from ..checkpoint.vision import ADD_IMAGES, TOWER_PREFIXES, Vision, has_extra, is_sound
+from ..text.bare_packages import bare_package
 from ..text.image_rows import PreparedImage
-from .model_faults import headline
-from .open_model import parameters_of
-from .tower_modules import Features, TowerModule, tower_module
+from .open_model import headline, parameters_of
+
+
+class Features(NamedTuple):
+    """A tower's output for an image; lazy."""
+
+    rows: mx.array
+    """(rows, H), in place of embeddings; the model may multiply both."""
+    deep: Sequence[mx.array]
+    """(rows, H) for each of the model's first layers; see `RopePositions.deep`."""
+    steps: Sequence[mx.array]
+    """Outputs of the tower's layers on the way, by which it can be computed in parts."""
 
 
 def placed_positions(model: nn.Module, vision: Vision | None) -> RopePositions:
@@ -42,14 +53,14 @@ def embedding_of(model: nn.Module) -> Callable[[mx.array], mx.array]:
 class Tower:
     """A vision tower in memory. All methods run on the compute thread."""
 
-    def __init__(self, module: TowerModule, vision: Vision) -> None:
+    def __init__(self, module: Any, vision: Vision) -> None:
         self._module = module
         self.vision = vision
 
     @property
     def bytes(self) -> int:
         """Bytes of its weights."""
-        return sum(p.nbytes for p in parameters_of(cast("nn.Module", self._module)))
+        return sum(p.nbytes for p in parameters_of(self._module))
 
     def features(self, image: PreparedImage) -> Features:
         """Raises InvalidRequest for an image that does not fit the tower."""
@@ -109,7 +120,7 @@ def _tensors(checkpoint: Checkpoint) -> dict[str, str]:
 
 def _filled(vision: Vision, weights: dict[str, mx.array], config: Mapping[str, Any]) -> Any:
     """Raises ImportError, and what a module of other shapes raises."""
-    module: Any = tower_module(vision, config)
+    module: Any = _KINDS[vision.kind](vision, config)
     named = module.named(weights)
     packed = {name.removesuffix(".scales") for name in named if name.endswith(".scales")}
     if packed:
@@ -122,3 +133,223 @@ def _filled(vision: Vision, weights: dict[str, mx.array], config: Mapping[str, A
         )
     module.load_weights(list(named.items()))
     return module
+
+
+class _QwenTower(nn.Module):
+    """The tower of Qwen3-VL and Qwen3.5. The classes of other families have the same methods."""
+
+    def __init__(self, vision: Vision, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        del config
+        bare_package("mlx_vlm.models.qwen3_vl")
+        from mlx_vlm.models.qwen3_vl.config import VisionConfig
+        from mlx_vlm.models.qwen3_vl.vision import VisionModel
+
+        sizes: Any = VisionConfig.from_dict({**vision.tower, "model_type": "qwen3_vl"})
+        self.visual: Any = VisionModel(sizes)
+
+    def named(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        """A checkpoint's tensors as the module's parameters."""
+        prefixes = ("model.visual.", "visual.", "vision_tower.")
+        prefix = next(p for p in prefixes if next(iter(weights)).startswith(p))
+        bare = self.visual.sanitize({name.removeprefix(prefix): v for name, v in weights.items()})
+        return {f"visual.{name}": value for name, value in bare.items()}
+
+    def fits(self, image: PreparedImage) -> bool:
+        """Whether an image has the pixels that the tower reads."""
+        t, h, w = image.grid
+        patch = self.visual.patch_embed.proj.weight  # (size, time, height, width, colours)
+        return len(image.pixels) == t * h * w * patch.size // patch.shape[0]
+
+    def features(self, image: PreparedImage) -> Features:
+        t, h, w = image.grid
+        normal = _normal(image, (t * h * w, len(image.mean), -1)).reshape(t * h * w, -1)
+        steps, blocks = list[mx.array](), self.visual.blocks
+        self.visual.blocks = [_recorded(block, steps) for block in blocks]
+        try:
+            patches = normal.astype(self.visual.patch_embed.proj.weight.dtype)
+            rows, deep = self.visual(patches, mx.array([image.grid]))
+        finally:
+            self.visual.blocks = blocks
+        return Features(rows, deep, steps)
+
+
+class _AverageProjector(nn.Module):
+    """Gemma 3: means of squares of patches, normalised and multiplied by a matrix."""
+
+    def __init__(self, merge: int, size: int, hidden: int, eps: float) -> None:
+        super().__init__()
+        self.mm_input_projection_weight = mx.zeros((size, hidden))
+        self.mm_soft_emb_norm = nn.RMSNorm(size, eps)
+        self._merge = merge
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Patches (1, n * n, size) -> (rows, hidden)."""
+        n, size = round(x.shape[1] ** 0.5) // self._merge, x.shape[2]
+        pooled = x.reshape(n, self._merge, n, self._merge, size).mean(axis=(1, 3))
+        norm = self.mm_soft_emb_norm
+        normed = mx.fast.rms_norm(pooled.reshape(n * n, size), 1.0 + norm.weight, norm.eps)
+        return normed @ self.mm_input_projection_weight
+
+
+class _GemmaTower(nn.Module):
+    """Gemma 3's tower, SigLIP's, and its projector."""
+
+    def __init__(self, vision: Vision, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        bare_package("mlx_vlm.models.gemma3")
+        from mlx_vlm.models.gemma3.config import VisionConfig
+        from mlx_vlm.models.gemma3.vision import VisionModel
+
+        sizes: Any = VisionConfig.from_dict(dict(vision.tower))
+        self.vision_tower: Any = VisionModel(sizes)
+        # mlx-vlm leaves this norm its class's default.
+        self.vision_tower.vision_model.post_layernorm.eps = sizes.layer_norm_eps
+        hidden = config["text_config"]["hidden_size"]
+        self.multi_modal_projector = _AverageProjector(
+            vision.merge, sizes.hidden_size, hidden, sizes.layer_norm_eps
+        )
+        # mlx-lm multiplies what stands in place of embeddings by this number, too.
+        self._scale = cast("float", mx.array(hidden**0.5, mx.bfloat16).item())
+        self._side = sizes.image_size // sizes.patch_size
+        self._patch = sizes.patch_size
+
+    def named(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        return self.vision_tower.sanitize(_with_inner_name(weights))
+
+    def fits(self, image: PreparedImage) -> bool:
+        grid, side = (1, self._side, self._side), self._side * self._patch
+        return image.grid == grid and len(image.pixels) == side * side * len(image.mean)
+
+    def features(self, image: PreparedImage) -> Features:
+        side, model = self._side * self._patch, self.vision_tower.vision_model
+        normal = _normal(image, (len(image.mean), side, side)).transpose(1, 2, 0)[None]
+        x = model.embeddings(normal.astype(model.embeddings.patch_embedding.weight.dtype))
+        steps = list[mx.array]()
+        for layer in model.encoder.layers:
+            steps.append(x := layer(x))
+        rows = self.multi_modal_projector(model.post_layernorm(x))
+        return Features(rows.astype(mx.float32) / self._scale, (), steps)
+
+
+class _MistralProjector(nn.Module):
+    """Mistral 3: squares of patches, joined and multiplied by three matrices."""
+
+    def __init__(self, merge: int, size: int, text: Mapping[str, Any], *, bias: bool) -> None:
+        super().__init__()
+        hidden = text["hidden_size"]
+        self.norm = nn.RMSNorm(size, text.get("rms_norm_eps", 1e-5))
+        self.patch_merger = nn.Module()
+        self.patch_merger.merging_layer = nn.Linear(size * merge * merge, size, bias=False)
+        self.linear_1 = nn.Linear(size, hidden, bias=bias)
+        self.linear_2 = nn.Linear(hidden, hidden, bias=bias)
+        self._merge = merge
+
+    def __call__(self, x: mx.array, height: int, width: int) -> mx.array:
+        """Patches (height * width, size) -> (rows, hidden)."""
+        m, size = self._merge, x.shape[-1]
+        squares = self.norm(x).reshape(height // m, m, width // m, m, size)
+        joined = squares.transpose(0, 2, 4, 1, 3).reshape(-1, size * m * m)
+        merged: Any = self.patch_merger.merging_layer
+        return self.linear_2(nn.gelu(self.linear_1(merged(joined))))
+
+
+class _MistralTower(nn.Module):
+    """Mistral 3's tower, Pixtral's, and its projector."""
+
+    def __init__(self, vision: Vision, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        bare_package("mlx_vlm.models.pixtral")
+        from mlx_vlm.models.pixtral.config import VisionConfig
+        from mlx_vlm.models.pixtral.vision import VisionModel, apply_rotary_pos_emb
+
+        self._turned: Any = apply_rotary_pos_emb
+        rope: Any = vision.tower.get("rope_parameters") or {}
+        fields = {"rope_theta": rope.get("rope_theta", 10000.0), **vision.tower}
+        fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
+        sizes: Any = VisionConfig.from_dict(fields)
+        self.vision_tower: Any = VisionModel(sizes)
+        bias = bool(config.get("multimodal_projector_bias", False))
+        self.multi_modal_projector = _MistralProjector(
+            vision.merge, sizes.hidden_size, config["text_config"], bias=bias
+        )
+        self._side = sizes.image_size // sizes.patch_size
+        self._patch = sizes.patch_size
+
+    def named(self, weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        return self.vision_tower.sanitize(_with_inner_name(weights))
+
+    def fits(self, image: PreparedImage) -> bool:
+        time, height, width = image.grid
+        patch = self._patch**2 * len(image.mean)
+        is_within = time == 1 and max(height, width) <= self._side
+        return is_within and len(image.pixels) == height * width * patch
+
+    def features(self, image: PreparedImage) -> Features:
+        """One image at a time, so without mlx-vlm's mask of as many numbers as patches squared.
+        Attention is cut, as it is over prompts: a large image has more than ten thousand patches.
+        """
+        _, height, width = image.grid
+        model = self.vision_tower.vision_model
+        shape = len(image.mean), height * self._patch, width * self._patch
+        normal = _normal(image, shape).transpose(1, 2, 0)[None]
+        patches = model.patch_conv(normal.astype(model.patch_conv.weight.dtype))
+        x = model.ln_pre(patches.reshape(1, height * width, -1))
+        places = mx.arange(height)[:, None] * self._side + mx.arange(width)
+        rope = model.patch_positional_embedding(x, places.flatten())
+        steps = list[mx.array]()
+        for layer in model.transformer.layers:
+            x = x + self._attended(layer.attention, layer.attention_norm(x), rope)
+            steps.append(x := x + layer.feed_forward(layer.ffn_norm(x)))
+        return Features(self.multi_modal_projector(x[0], height, width), (), steps)
+
+    def _attended(self, layer: Any, x: mx.array, rope: tuple[mx.array, mx.array]) -> mx.array:
+        """mlx-vlm's attention layer, whose queries come in groups of MOST_SCORES scores a head."""
+        _, count, size = x.shape
+        q, k, v = (
+            project(x).reshape(1, count, layer.num_heads, -1).transpose(0, 2, 1, 3)
+            for project in (layer.q_proj, layer.k_proj, layer.v_proj)
+        )
+        q, k = self._turned(q, k, *rope, unsqueeze_dim=0)
+        rows = max(1, MOST_SCORES // count)
+        parts = [
+            mx.fast.scaled_dot_product_attention(q[:, :, at : at + rows], k, v, scale=layer.scale)
+            for at in range(0, count, rows)
+        ]
+        return layer.o_proj(
+            mx.concatenate(parts, axis=2).transpose(0, 2, 1, 3).reshape(1, count, size)
+        )
+
+
+_KINDS: Mapping[str, Callable[[Vision, Mapping[str, Any]], nn.Module]] = {
+    "qwen": _QwenTower,
+    "gemma": _GemmaTower,
+    "mistral": _MistralTower,
+}
+
+
+def _with_inner_name(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """The names that mlx-vlm has: transformers 5 saves others, which lack a module's name."""
+    named, outer, inner = dict[str, mx.array](), "vision_tower.", "vision_tower.vision_model."
+    for name, value in weights.items():
+        name = name.removeprefix("model.")
+        if name.startswith(outer) and not name.startswith(inner):
+            name = inner + name.removeprefix(outer)
+        named[name] = value
+    return named
+
+
+def _normal(image: PreparedImage, shape: Sequence[int]) -> mx.array:
+    """The pixels in `shape`, colours second to last but one or first, as a tower takes them."""
+    pixels = mx.array(cast("mx.array", memoryview(image.pixels))).reshape(shape)
+    axes = [1] * (len(shape) - shape.index(len(image.mean)) - 1)
+    mean, std = (mx.array(each).reshape(-1, *axes) for each in (image.mean, image.std))
+    return (pixels.astype(mx.float32) / 255 - mean) / std
+
+
+def _recorded(block: Callable[..., mx.array], steps: list[mx.array]) -> Callable[..., mx.array]:
+    def call(*args: Any, **named: Any) -> mx.array:
+        steps.append(block(*args, **named))
+        return steps[-1]
+
+    return call

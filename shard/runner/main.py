@@ -41,9 +41,9 @@ from ..engine.stage import StageWorker
 from ..engine.text_engine import TextEngine
 from ..kernels.fused_code import compiling_apart, wait_for_save
 from ..kernels.install import used
-from ..model.layer_probe import probe_layers, probed_rows
+from ..model.layer_probe import probe_layers
 from ..model.load import Loaded, load
-from ..model.model_faults import MODEL_FAULTS, headline
+from ..model.open_model import MODEL_FAULTS, headline
 from ..model.stage_limits import StageLimits
 from ..model.tensors import DTYPES
 from ..pipeline.ring import Ring
@@ -233,8 +233,8 @@ class Runner:
                 loaded.model,
                 loaded.expected.hidden_size,
                 DTYPES[self._spec.dtype],
-                probed_rows(self._spec.max_draft_tokens),
                 time.perf_counter,
+                drafts=self._spec.max_draft_tokens,
                 tail=self._spec.stage == 0,
             )
         except (LoadFailed, *MODEL_FAULTS) as fault:

@@ -12,8 +12,8 @@ import mlx.core as mx
 
 from ...placement.errors import ExoNodeError
 from ...proto import peer_pb2 as pb
+from ..checkpoint.checkpoint import sample_digest
 from ..checkpoint.prefix_files import FORMAT
-from ..checkpoint.weight_samples import sample_digest
 from ..engine.draft_profile import DraftProfile, DraftProfileKey
 from ..engine.prefixes.disk import PrefixDisk
 from ..kernels.install import used

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import accumulate
 from types import ModuleType
 from typing import Any, Final, NoReturn
 
@@ -113,16 +114,22 @@ class _BarePackage(ModuleType):
         return value
 
 
-def bare_mlx_lm() -> None:
-    """Installs an empty package for mlx_lm, unless it is imported already."""
-    if "mlx_lm" in sys.modules:
-        return
-    spec = find_spec("mlx_lm")
-    assert spec is not None and spec.submodule_search_locations is not None
-    package = ModuleType("mlx_lm")
-    package.__path__ = list(spec.submodule_search_locations)
-    package.__spec__ = spec
-    sys.modules["mlx_lm"] = package
+def bare_package(name: str) -> None:
+    """Installs empty packages for a package and those around it, unless they are imported already.
+
+    Raises ImportError if there is none. mlx-vlm's own patch transformers and import what neither a
+    tower nor an encoder uses.
+    """
+    path: Any = None
+    for each in accumulate(name.split("."), "{}.{}".format):
+        if each not in sys.modules:
+            spec = PathFinder.find_spec(each, path)
+            if spec is None or spec.submodule_search_locations is None:
+                raise ImportError(f"there is no {each}")
+            package = ModuleType(each)
+            package.__path__, package.__spec__ = list(spec.submodule_search_locations), spec
+            sys.modules[each] = package
+        path = sys.modules[each].__path__
 
 
 def bare_transformers() -> None:

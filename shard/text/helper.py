@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 from ...placement.errors import PROMPT, ExoNodeError, InvalidRequest
-from .bare_packages import bare_mlx_lm, bare_transformers
+from .bare_packages import bare_package, bare_transformers
 from .messages import chat_from_json
 from .orphans import continue_when_orphaned
 
@@ -58,7 +58,7 @@ def main() -> NoReturn:
     continue_when_orphaned()
     logging.disable()  # a library's warning may quote a prompt
     gc.disable()  # during imports, whose objects all stay
-    bare_mlx_lm()
+    bare_package("mlx_lm")
     bare_transformers()
     from .codec import TextCodec
 

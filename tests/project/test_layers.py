@@ -104,11 +104,11 @@ MODULES = {
     ("node", "mtp"): {"types"},
     **{(r, "mtp"): {"types"} for r in ("mtp/drafting", "shard/text")},
     ("node/cli", "node"): {"run"},
-    ("node/cli", "shard/checkpoint"): {"vision_extra"},
+    ("node/cli", "shard/checkpoint"): {"vision"},
     ("node/machine", "shard/kernels"): {"cpu_code"},
     **{(r, "shard/checkpoint"): {"files"} for r in ("node/machine", "node/cluster")},
-    ("shard/engine", "shard/checkpoint"): {"files", "prefix_stream"},
-    ("shard/engine/prefixes", "shard/checkpoint"): {"files", "prefix_files", "prefix_stream"},
+    ("shard/engine", "shard/checkpoint"): {"files", "prefix_files"},
+    ("shard/engine/prefixes", "shard/checkpoint"): {"files", "prefix_files"},
     ("node/cli", "node/placements"): {"local_model"},
 }
 """The only modules that may be imported from a room; `node` stands for its rooms too."""

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from ...checkpoint.prefix_stream import ReceivedPrefix
+from ...checkpoint.prefix_files import ReceivedPrefix
 from ..states.state import State
 from .encoding import CONTENT_FAULTS, read_state
 from .prompt_path import PromptPath

@@ -5,7 +5,7 @@ from typing import Any
 
 from ....mtp.caches.rollback import cache_arrays
 from ....mtp.types import CacheTier
-from ...checkpoint.prefix_stream import ReceivedPrefix
+from ...checkpoint.prefix_files import ReceivedPrefix
 from ..states.spans import growth_of
 from ..states.state import State
 from .borders import PrefillLog

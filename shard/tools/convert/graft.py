@@ -12,7 +12,7 @@ import mlx.core as mx
 from ....placement.errors import InvalidCheckpoint
 from ...checkpoint.checkpoint import Checkpoint, read_checkpoint, text_config
 from ...checkpoint.head_tensors import HeadFound, HeadMissing, find_head
-from ...model.head_files import backbone_is_raw, head_arrays
+from ...model.open_model import backbone_is_raw, head_arrays
 
 HEAD_FILE: Final = "mtp.safetensors"
 """mlx-lm reads `model*.safetensors` only, so other programs can still read the checkpoint."""

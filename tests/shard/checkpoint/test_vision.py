@@ -8,8 +8,8 @@ import pytest
 from models import DEMO
 from pictures import DEEP, DEEP_MIXTURE, DENSE, GEMMA, MISTRAL, MIXTURE
 
-from exo_node.shard.checkpoint import vision_extra
-from exo_node.shard.checkpoint.vision_extra import may_read_images
+from exo_node.shard.checkpoint import vision
+from exo_node.shard.checkpoint.vision import may_read_images
 
 
 @pytest.mark.parametrize(
@@ -18,13 +18,13 @@ from exo_node.shard.checkpoint.vision_extra import may_read_images
 def test_models_with_a_tower_read_images_where_the_extra_is_installed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert may_read_images(folder) == vision_extra.has_extra()
-    monkeypatch.setattr(vision_extra, "has_extra", lambda: False)
+    assert may_read_images(folder) == vision.has_extra()
+    monkeypatch.setattr(vision, "has_extra", lambda: False)
     assert not may_read_images(folder)
 
 
 def test_others_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vision_extra, "has_extra", lambda: True)
+    monkeypatch.setattr(vision, "has_extra", lambda: True)
     assert not may_read_images(DEMO)
     assert not may_read_images(tmp_path)
     _ = shutil.copyfile(DENSE / "config.json", tmp_path / "config.json")

@@ -23,9 +23,8 @@ from exo_node.placement.errors import LoadFailed
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.states.cache_parts import joined, row_bytes, rows_of
 from exo_node.shard.engine.text_engine import TextEngine
-from exo_node.shard.model.kv_quantisation import KvQuantisation
 from exo_node.shard.model.load import Loaded
-from exo_node.shard.model.stage_model import StageModel
+from exo_node.shard.model.stage_model import KvQuantisation, StageModel
 from exo_node.shard.runner.generator_wire import event_to_wire
 
 HIDDEN = 128

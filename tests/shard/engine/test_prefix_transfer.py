@@ -23,7 +23,7 @@ from prefixes import engine as engine_in_memory
 from stored_prefixes import cached_tokens, engine, files, opened, settle
 from transfers import KEY, content, handed_over, received
 
-from exo_node.shard.checkpoint.prefix_stream import PrefixReceiver
+from exo_node.shard.checkpoint.prefix_files import PrefixReceiver
 
 
 @pytest.mark.smoke

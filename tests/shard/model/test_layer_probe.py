@@ -10,13 +10,7 @@ import pytest
 from engines import load_quietly, spec
 
 from exo_node.shard.model import layer_probe
-from exo_node.shard.model.layer_probe import (
-    BUDGET_S,
-    LayerTimes,
-    ProbeRows,
-    probe_layers,
-    probed_rows,
-)
+from exo_node.shard.model.layer_probe import BUDGET_S, LayerTimes, probe_layers
 from exo_node.shard.model.stage_model import StageModel
 
 HIDDEN = 256
@@ -45,7 +39,7 @@ class SlowModel:
 def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[SlowModel], LayerTimes]:
     stage = load_quietly(spec(first=4, end=16, stage=1, num_stages=2)).model
 
-    def timed(model: SlowModel) -> LayerTimes:
+    def timed(model: SlowModel, drafts: int = 3) -> LayerTimes:
         def hidden(
             self: StageModel, tokens: mx.array, entering: mx.array, _caches: object
         ) -> mx.array:
@@ -53,8 +47,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[SlowModel], LayerTimes]:
             return entering
 
         monkeypatch.setattr(StageModel, "hidden", hidden)
-        rows = probed_rows(3)
-        return probe_layers(stage, HIDDEN, mx.float32, rows, model.clock, tail=False)
+        return probe_layers(stage, HIDDEN, mx.float32, model.clock, drafts=drafts, tail=False)
 
     return timed
 
@@ -86,16 +79,18 @@ def test_the_budget_bounds_the_runs(slow: Callable[[SlowModel], LayerTimes]) -> 
     assert [len(list(group)) for _, group in itertools.groupby(model.rows)] == [1, 1, 1]
 
 
-def test_a_model_without_drafts_is_timed_at_the_rows_of_three() -> None:
-    assert probed_rows(0).verify == 4
-    assert probed_rows(2).verify == 3
+@pytest.mark.parametrize(("drafts", "rows"), [(0, 4), (2, 3)])
+def test_a_model_without_drafts_is_timed_at_the_rows_of_three(
+    slow: Callable[..., LayerTimes], drafts: int, rows: int
+) -> None:
+    assert slow(SlowModel(per_row_s=1e-6), drafts).verify_rows == rows
 
 
 @pytest.mark.parametrize(("first", "tail"), [(0, True), (8, False)])
 def test_the_demos_stage_is_timed_and_left_as_it_was(first: int, tail: bool) -> None:
     loaded = load_quietly(spec(first=first, stage=int(first > 0), num_stages=2, end=first + 8))
     times = probe_layers(
-        loaded.model, HIDDEN, mx.float32, ProbeRows(4, 32), time.perf_counter, tail=tail
+        loaded.model, HIDDEN, mx.float32, time.perf_counter, drafts=3, tail=tail, chunk=32
     )
     figures = (times.decode_s, times.verify_s, times.prefill_s)
     assert all(math.isfinite(figure) and figure > 0 for figure in figures)

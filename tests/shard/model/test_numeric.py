@@ -18,8 +18,7 @@ from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import NumericError
 from exo_node.shard.engine.events import Delta
 from exo_node.shard.engine.text_engine import AFTER_FAULT, TextEngine
-from exo_node.shard.model.numeric import last_row_is_finite
-from exo_node.shard.model.tensors import DTYPES, to_bytes
+from exo_node.shard.model.tensors import DTYPES, last_row_is_finite, to_bytes
 from exo_node.shard.tools.bare_engine import bare_engine, bare_request, ids_of, rounds_of
 
 V = 8

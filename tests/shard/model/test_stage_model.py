@@ -227,14 +227,6 @@ def test_a_model_whose_layers_give_more_than_hidden_states_is_refused_at_load(
         _ = load_quietly(stage_spec)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_check_for_splitting_accepts_the_families(
-    folders: dict[str, Path], family: str
-) -> None:
-    for bounds in ((0, 1), (1, 3), (3, 4)):
-        opened(folders[family], *bounds).check_splits(HIDDEN)
-
-
 @pytest.mark.parametrize("bounds", [(2, 2), (3, 2), (2, 5), (4, 5), (-1, 2)], ids=str)
 def test_layers_that_are_not_there_are_refused(
     folders: dict[str, Path], bounds: tuple[int, int]

@@ -31,7 +31,6 @@ from exo_node.shard.checkpoint.stage_files import files_of_stage
 from exo_node.shard.checkpoint.vision import vision_of
 from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model import tower as tower_module
-from exo_node.shard.model import tower_modules
 from exo_node.shard.model.tower import load_tower
 
 CONFIG: dict[str, Any] = json.loads((DENSE / "config.json").read_text())
@@ -101,7 +100,7 @@ def test_attention_over_a_large_image_is_cut(monkeypatch: pytest.MonkeyPatch) ->
 
     whole = tower.features(image).rows
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attend)
-    monkeypatch.setattr(tower_modules, "MOST_SCORES", 1000)
+    monkeypatch.setattr(tower_module, "MOST_SCORES", 1000)
     cut = tower.features(image).rows
     count, layers = image.grid[1] * image.grid[2], 3
     assert sum(sizes) == layers * count and max(sizes) == 1000 // count

@@ -26,8 +26,8 @@ for folder in sys.argv[1:]:
 print(json.dumps([found, kinds[0]]))
 """
 USUAL = """
-from exo_node.shard.text.bare_packages import bare_mlx_lm
-bare_mlx_lm()
+from exo_node.shard.text.bare_packages import bare_package
+bare_package("mlx_lm")
 """
 BARE = f"""
 {USUAL}

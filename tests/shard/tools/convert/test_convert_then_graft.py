@@ -17,7 +17,7 @@ from models import Experts, Family, make_checkpoint
 from exo_node.mtp.families.head import HeadSource
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
 from exo_node.shard.checkpoint.head_tensors import HeadFound, HeadMissing, find_head
-from exo_node.shard.model.head_files import backbone_is_raw, head_arrays
+from exo_node.shard.model.open_model import backbone_is_raw, head_arrays
 from exo_node.shard.tools.convert.main import run
 
 CASES: list[tuple[Family, Experts]] = [
