@@ -175,10 +175,10 @@ class Node:
         _ = self._stack.push_async_callback(self._api.close)
 
     def _runner_ended(self, spec: pb.StageSpec, why: str) -> None:
-        self._placements.losses.note_ended(self._local.id, spec.placement, spec.stage, why)
+        self._placements.actions.note_ended(self._local.id, spec.placement, spec.stage, why)
 
     def _node_lost(self, node: NodeId, why: str) -> None:
-        self._placements.losses.note_node_lost(node, why)
+        self._placements.actions.note_node_lost(node, why)
 
     def _live_requests(self) -> int:
         return sum(state.live_requests for state in self._supervisor.states())

@@ -4,7 +4,6 @@ claims.py: which answers run on a placement, and who holds one
 head_watch.py: begins and ends this node's time as the head; a pass each second
 loaded_placement.py: one placement as the rest of the node reads it
 local_model.py: one model by name or folder, for commands that load it without a node
-losses.py: losses of runners, noted for the next pass
 model_cards.py: cards of the models that run or are desired
 observations.py: what the head remembers between two passes: runners and failures
 placement_records.py: placements made of runners, and the events about them
@@ -17,7 +16,7 @@ replicas.py: further placements of a model: how many, where, or why not; pure
 room.py: room for one more model, which others give; pure
 routing.py: the replica for a new answer; pure
 situation.py: the observed state as questions; pure
-stage_actions.py: loads, connects, pings and ends runners
+stage_actions.py: loads, connects, pings and ends runners; notes those that are lost
 stage_runners.py: the runners of stages, on this node and others
 stage_specs.py: what a stage's runner is told; the one builder, also of the commands
 stages.py: what a stage's runner is asked, and what placing asks of the node

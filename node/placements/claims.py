@@ -152,7 +152,7 @@ class Claims:
         lost = request.resumes
         if lost.broken:
             broken = PlacementId(lost.broken)
-            self._placements.losses.note_broken(
+            self._placements.actions.note_broken(
                 broken, epoch_from_wire(lost.epoch), lost.why, lost.gone
             )
         self._events.add(

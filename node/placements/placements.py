@@ -14,7 +14,6 @@ from ..cluster.desired import NEVER, Desired, DesiredPlacements
 from ..machine.events import EventLog
 from ..machine.timing import Timing
 from .loaded_placement import LoadedPlacement
-from .losses import Losses
 from .model_cards import ModelCards
 from .observations import Observations
 from .placement_records import PlacementRecords
@@ -48,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class Placements:
-    """One placement for each model at most, while this node leads. Runs on the node's event loop.
+    """Every placement, replicas included, while this node leads. Runs on the node's event loop.
 
     `look` is the pass: it may be called at any time, and is after each outcome.
     """
@@ -73,10 +72,9 @@ class Placements:
         self._records = PlacementRecords(
             facts, self._events, self._observations, self._cards.by_model, clock
         )
-        self._actions = StageActions(
-            stages, facts, self._observations, timing, self._records.note_step, self._kick
+        self.actions = StageActions(
+            stages, facts, self._observations, timing, self._records, self._kick
         )
-        self.losses = Losses(self._records, self._observations, self._actions, self._kick)
         self._requests = WaitingRequests()
         self._scheduled: asyncio.Handle | None = None
         self._adopts = False
@@ -114,7 +112,7 @@ class Placements:
         self.leading.clear()
         self.over.set()
         self._requests.cancel()  # they go to another head
-        await self._actions.close()
+        await self.actions.close()
         self._observations.clear()
         self._records.clear()
 
@@ -125,7 +123,7 @@ class Placements:
             self._scheduled.cancel()
         await self._cards.close()
         self._requests.cancel()
-        await self._actions.close()
+        await self.actions.close()
 
     # ------------------------------------------------------------------ for requests
 
@@ -146,7 +144,7 @@ class Placements:
 
     def missing_replica(self, model: ModelId) -> str:
         """Why a model has fewer replicas than are desired; empty if it has as many."""
-        here = self._situation(self._wishes(), self._facts.nodes())
+        here = self._situation()
         desired = next((each for each in here.desired if each.model == model), None)
         return "" if desired is None else replica_refusal(here, desired, self._facts.name)
 
@@ -260,13 +258,13 @@ class Placements:
         self._requests.fail_superseded(self.desired.models)
         for waiter in self._requests.all:  # a model may have been removed meanwhile
             self.desired.add_used(waiter.model)
-        wishes = self._wishes()
-        self._records.update(self._situation(wishes, nodes))
-        actions = reconcile(wishes, self._observed(nodes), self._view, now)
+        self._records.update(self._situation(nodes))
+        actions = reconcile(self._wishes(), self._observed(nodes), self._view, now)
         for action in actions:
             self._begin(action)
-        self._records.update(self._situation(wishes, nodes))
-        self._admit(self._requests.all, nodes)
+        here = self._situation(nodes)
+        self._records.update(here)
+        self._admit(self._requests.all, here)
         if any(isinstance(a, Replan | Release | Retry | GiveUp | Scale) for a in actions):
             self._kick()
 
@@ -280,8 +278,15 @@ class Placements:
         self._scheduled, self._looked_at = None, self._clock()
         self.look()
 
-    def _situation(self, wishes: Sequence[Desired], nodes: Sequence[LiveNode]) -> Situation:
-        return Situation(wishes, self._observed(nodes), self._view, self._clock())
+    def _situation(
+        self, nodes: Sequence[LiveNode] | None = None, placing: Desired | None = None
+    ) -> Situation:
+        """`placing`: desired in place of the present placement of its model."""
+        wishes = {each.model: each for each in self._wishes()}
+        if placing is not None:
+            wishes[placing.model] = placing
+        nodes = self._facts.nodes() if nodes is None else nodes
+        return Situation([*wishes.values()], self._observed(nodes), self._view, self._clock())
 
     def _wishes(self) -> list[Desired]:
         return self.desired.effective(self._cards.by_model.keys())
@@ -292,19 +297,19 @@ class Placements:
             self._requests.since,
             self._records.answers(self._clock() - self._timing.claim_grace_s),
             self._records.demand(),
-            frozenset(self._actions.busy),
+            frozenset(self.actions.busy),
         )
 
     def _begin(self, action: Action) -> None:
         match action:
             case Load(plan=plan):
                 card, fingerprint = self._cards.of(plan.model)
-                self._actions.load(action, card, fingerprint, self._clock())
+                self.actions.load(action, card, fingerprint, self._clock())
             case Connect():
-                self._actions.connect(action)
+                self.actions.connect(action)
             case Unload(key):
                 self._records.note_unload(key)
-                self._actions.unload(action)
+                self.actions.unload(action)
             case Replan(placement, model, why):
                 self._observations.retiring[placement] = self._clock()
                 text = f"{model} is placed again: {why}"
@@ -327,27 +332,25 @@ class Placements:
             case Retry(model):
                 _ = self._observations.given_up.pop(model, None)
 
-    def _admit(self, waiters: Iterable[Waiter], nodes: Sequence[LiveNode]) -> None:
-        wishes = {each.model: each for each in self._wishes()}
+    def _admit(self, waiters: Iterable[Waiter], here: Situation) -> None:
+        wishes = {each.model: each for each in here.desired if not each.removed}
         for waiter in waiters:
             if (desired := wishes.get(waiter.model)) is None:
                 continue
-            now = self._clock()
-            route = admit(desired, self._observed(nodes), self._view, now, waiter.prefixes)
+            route = admit(here, desired, waiter.prefixes)
             record = None if route is None else self.find(route.placement.id)
-            if route is None or record is None:
+            if route is None or record is None or (waiter.requested and record.id in here.retiring):
                 continue
-            if waiter.requested and record.id in self._observations.retiring:
-                continue
-            record.activity.give(now, route.reading_s)
+            record.activity.give(here.now, route.reading_s)
             source = None if route.source is None else self.find(route.source)
             self._requests.give(waiter, Assignment(record, route.reading_s, source, route.reason))
+            here.observed = self._observed(here.observed.nodes)  # with this answer
 
     async def _wait(self, waiter: Waiter) -> Assignment:
         def serve() -> None:  # a placement that is there needs no pass
             recent = self._clock() - self._looked_at < self._timing.lease_s
             if recent and self.leading.is_set() and waiter.requested is None:
-                self._admit([waiter], self._facts.nodes())
+                self._admit([waiter], self._situation())
             if not waiter.outcome.done():
                 self._look_now()
 
@@ -356,9 +359,7 @@ class Placements:
 
     def _refuse(self, desired: Desired) -> None:
         """Plans with all memory that may be free. Raises what planning raises."""
-        model = desired.model
-        others = [each for each in self._wishes() if each.model != model]
-        here = self._situation([desired, *others], self._facts.nodes())
+        model, here = desired.model, self._situation(placing=desired)
         free = free_with_evictions(here, desired)
         planned = self._view.plan(desired, free, frugal=True, shorten=True, strict=True)
         if isinstance(planned, ExoNodeError):
@@ -391,9 +392,9 @@ class Placements:
         for runner in self.runners:
             if runner.plan.model in self._cards.by_model:
                 self.desired.add_used(runner.plan.model, runner.plan.options)
-        self._records.update(self._situation(self._wishes(), nodes), adopts=True)
+        self._records.update(self._situation(nodes), adopts=True)
         self.leading.set()
         for record in self.records:
             if owners := [each for each in record.owners.values() if each.epoch != UNCONNECTED]:
-                self._actions.probe(owners, "it was lost with the last head")
+                self.actions.probe(owners, "it was lost with the last head")
         return True

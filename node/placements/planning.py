@@ -1,7 +1,7 @@
 """The planner as the reconciler sees it: plans within the memory that it may give away."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Final
@@ -19,6 +19,7 @@ from .stages import Facts
 from .state import StagedPlan, StageRunner
 
 _CACHED: Final = 256
+_Cost = Callable[[ModelCard, ClusterView, Sequence[StageAssignment], str], float]
 _Question = tuple[ModelCard, ClusterView, PlanOptions, SplitRefusal]
 
 
@@ -72,18 +73,22 @@ class PlannerView:
         return self._answers[question]
 
     def seconds(self, plan: StagedPlan, nodes: Sequence[NodeId]) -> float:
-        card = self._cards.get(plan.model)
-        view = self._facts.view(plan.model)
-        if card is None or not set(nodes) <= {node.id for node in view.nodes}:
-            return inf
-        return seconds_now(card, view, _assigned(plan, nodes), plan.plan.dtype)
+        return self._of_stages(seconds_now, plan, nodes, inf)
 
     def prompt_seconds(self, plan: StagedPlan, nodes: Sequence[NodeId]) -> float:
-        card = self._cards.get(plan.model)
-        view = self._facts.view(plan.model)
+        return self._of_stages(prompt_seconds, plan, nodes, 0.0)
+
+    def _of_stages(
+        self, cost: _Cost, plan: StagedPlan, nodes: Sequence[NodeId], unknown: float
+    ) -> float:
+        """The cost of the plan's stages on these nodes; `unknown` where one of them is lost."""
+        card, view = self._cards.get(plan.model), self._facts.view(plan.model)
         if card is None or not set(nodes) <= {node.id for node in view.nodes}:
-            return 0.0
-        return prompt_seconds(card, view, _assigned(plan, nodes), plan.plan.dtype)
+            return unknown
+        stages = zip(plan.plan.stages, nodes, strict=True)
+        return cost(
+            card, view, [replace(stage, node=node) for stage, node in stages], plan.plan.dtype
+        )
 
     def copy_seconds(self, plan: StagedPlan, source: NodeId, target: NodeId, nbytes: int) -> float:
         links = self._facts.view(plan.model).between(source, target)
@@ -106,18 +111,10 @@ class PlannerView:
         return PlacementId(f"p-{digest.hexdigest()[:8]}")
 
 
-def _assigned(plan: StagedPlan, nodes: Sequence[NodeId]) -> list[StageAssignment]:
-    """The plan's stages on these nodes."""
-    return [
-        StageAssignment(node, stage.first_layer, stage.end_layer)
-        for stage, node in zip(plan.plan.stages, nodes, strict=True)
-    ]
-
-
 def _planned(question: _Question) -> StagedPlan | ExoNodeError:
     card, view, options, refusal = question
     try:
-        planned = plan(card, view, options, pipeline_refusal=refusal)
+        planned = plan(card, view, options, refusal)
     except ExoNodeError as fault:
         return fault
     memory = tuple(planned_bytes(card, planned, number) for number in range(len(planned.stages)))

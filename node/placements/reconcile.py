@@ -313,16 +313,11 @@ def _permission(
     files = [f for f in loads if f.kind == "files"]
     in_vain = next((f for f in (here.unreached(desired), loads) if len(f) >= TRIES), None)
     if files or (in_vain and here.now < until):
-        _give_up(here, desired, until, (files or in_vain or loads)[-1].error)
+        error = (files or in_vain or loads)[-1].error
+        here.actions.append(GiveUp(desired.model, here.now, until, error))
         return "no"
     elsewhere = loads and desired.model not in here.observed.proven
     return "yes" if here.now >= until or elsewhere else "elsewhere"
-
-
-def _give_up(
-    here: Situation, desired: Desired, until: float, error: ExoNodeError, *, no_room: bool = False
-) -> None:
-    here.actions.append(GiveUp(desired.model, here.now, until, error, no_room))
 
 
 def _load(here: Situation, desired: Desired, *, frugal: bool) -> None:
@@ -343,7 +338,8 @@ def _load(here: Situation, desired: Desired, *, frugal: bool) -> None:
         _load_stages(here, desired, planned)
     elif loads and permission == "yes" and model not in here.observed.proven:
         last = loads[-1]
-        _give_up(here, desired, last.at + here.pause_s(desired), last.error)
+        until = last.at + here.pause_s(desired)
+        here.actions.append(GiveUp(model, here.now, until, last.error))
     elif permission != "elsewhere" and (shortened := make_room(here, desired, planned)):
         _load_stages(here, desired, shortened)
 

@@ -9,7 +9,7 @@ from ...placement.ids import PlacementId
 from ...proto import peer_pb2 as pb
 from ..cluster.desired import Desired
 from .situation import ObservedPlacement, Situation
-from .state import Demand, Observed, PlanningView
+from .state import Demand
 
 TYPICAL_TOKENS: Final = 32
 """Tokens that another answer on a replica is expected to need by itself: it ends at some time, and
@@ -33,24 +33,19 @@ class ReplicaRoute:
 
 
 def admit(
-    desired: Desired,
-    observed: Observed,
-    view: PlanningView,
-    now: float,
-    prefixes: _Prefixes | None = None,
+    here: Situation, desired: Desired, prefixes: _Prefixes | None = None
 ) -> ReplicaRoute | None:
     """The placement for a new answer, or None: it has to wait.
 
     One that is being replaced serves until its successor is connected. `prefixes`: what replicas
     have cached of its prompt, as far as that is known.
     """
-    here = Situation([desired], observed, view, now)
     replicas = here.replicas(desired)
     candidates = [placement for placement in replicas if placement.connected]
     if not candidates and replicas and not replicas[0].missing:
         retiring = (p for p in here.placements[desired.model] if p.id in here.retiring)
         candidates = [placement for placement in retiring if placement.connected][:1]
-    free = [placement for placement in candidates if placement.id not in observed.busy]
+    free = [placement for placement in candidates if placement.id not in here.observed.busy]
     if len(free) <= 1:
         return ReplicaRoute(free[0]) if free else None
     return _quickest(here, free, prefixes or {})

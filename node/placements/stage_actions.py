@@ -1,8 +1,8 @@
-"""Performs the reconciler's actions on runners, and records each outcome before the next pass."""
+"""Performs the reconciler's actions on runners, and notes outcomes and losses for the next pass."""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 
 from ...placement.card import ModelCard
 from ...placement.errors import (
@@ -12,7 +12,7 @@ from ...placement.errors import (
     InvalidRequest,
     PeerLost,
 )
-from ...placement.ids import PlacementId
+from ...placement.ids import NodeId, PlacementId
 from ...placement.kv_bits import FIELD as KV_BITS
 from ...proto import peer_pb2 as pb
 from ..machine.tasks import background
@@ -20,6 +20,7 @@ from ..machine.timing import Timing
 from ..runners.runner_client import Endpoint
 from .loaded_placement import epoch_to_wire
 from .observations import Observations
+from .placement_records import PlacementRecords
 from .plan_wire import plan_to_wire
 from .stage_specs import build_specs, spec_like
 from .stages import Facts, Stages
@@ -46,15 +47,15 @@ class StageActions:
         facts: Facts,
         observations: Observations,
         timing: Timing,
-        note: Callable[[PlacementId, str], None],
+        records: PlacementRecords,
         changed: Callable[[], None],
     ) -> None:
-        """`note` receives the steps of loads; `changed` is called after each outcome."""
+        """`changed` is called after each outcome, and after each loss."""
         self._stages = stages
         self._facts = facts
         self._observations = observations
         self._timing = timing
-        self._note = note
+        self._records = records
         self._changed = changed
         self._tasks: set[asyncio.Task[None]] = set()
         self._loads: dict[RunnerKey, asyncio.Task[None]] = {}
@@ -93,6 +94,34 @@ class StageActions:
         if placement not in self.busy:
             self.busy.add(placement)
             _ = self._start(self._probe(placement, owners, why, broken), "pings of a placement")
+
+    def note_broken(
+        self, placement: PlacementId, epoch: Epoch, why: str, lost_stages: Iterable[int] = ()
+    ) -> None:
+        """An answer of that epoch was lost. `lost_stages` did not answer it."""
+        record = self._records.get(placement)
+        if record is None or record.placement is None or epoch != record.epoch:
+            return
+        owners = record.owners
+        silent = [owners[stage] for stage in lost_stages if stage in owners]
+        for runner in silent:
+            self._observations.silence(runner, why)
+        if silent:
+            self._changed()
+        else:
+            self.probe(list(owners.values()), why, broken=epoch)
+
+    def note_ended(self, node: NodeId, placement: str, stage: int, why: str) -> None:
+        """The runner of a stage on that node ended."""
+        runner = self._observations.get(RunnerKey(node, PlacementId(placement), stage))
+        if runner is not None and runner.state == "ready":
+            self._observations.end(runner, why)
+            self._changed()
+
+    def note_node_lost(self, node: NodeId, why: str) -> None:
+        """All runners on that node are gone."""
+        self._observations.end_node(node, why)
+        self._changed()
 
     async def close(self) -> None:
         """Ends what is in progress; more may be started afterwards."""
@@ -134,7 +163,7 @@ class StageActions:
 
         def progress(news: pb.LoadProgress) -> None:
             share = f" {100 * news.done // news.total} %" if news.total else ""
-            self._note(key.placement, news.step + share)
+            self._records.note_step(key.placement, news.step + share)
 
         try:
             ready = await self._stages.load(key.node, spec, progress)

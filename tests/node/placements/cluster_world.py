@@ -186,7 +186,7 @@ class World:
 
     def crash(self, node: str, placement: str, stage: int) -> None:
         _ = self.machines[NodeId(node)].processes.pop((placement, stage), None)
-        self.heads[NodeId(node)].placements.losses.note_ended(
+        self.heads[NodeId(node)].placements.actions.note_ended(
             NodeId(node), placement, stage, "its process ended"
         )
 
@@ -210,7 +210,7 @@ class World:
                 await asyncio.sleep(0.2)
                 continue
             if lost is not None:
-                head.placements.losses.note_broken(*lost)
+                head.placements.actions.note_broken(*lost)
                 lost = None
             try:
                 record = (await head.placements.ensure(model)).record
@@ -339,7 +339,7 @@ class Head:
                 self.reported[other] = self._states(other)
             elif other in self.contacts and world.now - self.contacts[other] > DEAD_AFTER_S:
                 del self.contacts[other]
-                self.placements.losses.note_node_lost(other, f"{other} does not answer any more")
+                self.placements.actions.note_node_lost(other, f"{other} does not answer any more")
         lower = [node for node in self.contacts if node < self.id]
         if lower:
             await self._follow(min(lower))

@@ -25,6 +25,7 @@ from small_planner import (
 
 from exo_node.node.cluster.desired import Desired
 from exo_node.node.placements.reconcile import reconcile
+from exo_node.node.placements.situation import Situation
 from exo_node.node.placements.state import (
     UNCONNECTED,
     Demand,
@@ -145,6 +146,10 @@ class Case:
         return SmallPlanner(
             self.sizes, self.speeds, leads_since=NOW - self.leads_s, lacking=self.lacking
         )
+
+    def situation(self, link_rate: float = 0.0) -> Situation:
+        view = replace(self.view(), link_rate=link_rate)
+        return Situation(self.desired, self.observed(), view, NOW)
 
 
 WAITS = {M: NOW - 1}

@@ -326,7 +326,7 @@ def test_an_old_heartbeat_brings_no_ended_runner_back() -> None:
         await asyncio.sleep(1)
         lost_node = record.stages[0].node
         await world.kill(lost_node)
-        world.leader().losses.note_broken(record.id, record.epoch, "it broke off", [0])
+        world.leader().actions.note_broken(record.id, record.epoch, "it broke off", [0])
         await asyncio.sleep(10)
         losses = [e for e in world.heads[A].events.entries() if e.kind == "stage_lost"]
         assert len(losses) == 1

@@ -42,7 +42,7 @@ def test_a_new_answer_is_given(
     where: str | None, present: Sequence[StageRunner], marks: dict[str, object]
 ) -> None:
     case = Case("", [], [wish(replicas=2)], runners=present, marks=marks)
-    route = admit(case.desired[0], case.observed(), case.view(), NOW)
+    route = admit(case.situation(), case.desired[0])
     assert (route and route.placement.id) == where
 
 
@@ -113,9 +113,8 @@ CHOICES = [
 def test_choice(choice: Choice) -> None:
     marks = {"answers": choice.answers, "demand": choice.demand}
     case = Case("", [], [wish(replicas=2)], runners=[*LOADED, *ELSEWHERE], marks=marks)
-    view = case.view()
-    view.link_rate = choice.link_rate
-    route = admit(case.desired[0], case.observed(), view, NOW, choice.prefixes)
+    here = case.situation(link_rate=choice.link_rate)
+    route = admit(here, case.desired[0], choice.prefixes)
     assert route is not None
     assert (route.placement.id, route.source) == (choice.where, choice.source)
     assert not choice.reason or route.reason == choice.reason
@@ -124,12 +123,12 @@ def test_choice(choice: Choice) -> None:
 def test_the_expected_time_is_that_of_the_rest_of_the_prompt() -> None:
     case = Case("", [], [wish(replicas=2)], runners=[*LOADED, *ELSEWHERE])
     prefixes = {P: cached(0), Q: cached(900)}
-    route = admit(case.desired[0], case.observed(), case.view(), NOW, prefixes)
+    route = admit(case.situation(), case.desired[0], prefixes)
     assert route is not None and route.reading_s == pytest.approx(0.24)
 
 
 def test_one_placement_needs_no_reason() -> None:
     case = Case("", [], [wish()], runners=LOADED)
-    route = admit(case.desired[0], case.observed(), case.view(), NOW, {P: cached(900)})
+    route = admit(case.situation(), case.desired[0], {P: cached(900)})
     assert route is not None
     assert route == ReplicaRoute(route.placement)
