@@ -1,7 +1,7 @@
 """The messages between processes, and bounds on their numbers.
 
-bound_server.py: gRPC servers that refuse numbers out of bounds
 bounds.py: bounds on every number that another process may send
+checked_calls.py: what gRPC servers check before a method runs, such as bounds
 fields.py: fields of messages, copied by their names
 framing.py: messages behind their length, on sockets and join ports
 generate.py: writes the generated code from peer.proto

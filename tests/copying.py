@@ -11,6 +11,7 @@ import grpc.aio
 
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.timing import LAN, Timing
+from exo_node.node.rpc.callers import PeersOnly
 from exo_node.node.rpc.channels import Channels
 from exo_node.node.rpc.model_files import FileSource, ModelFilesClient, ModelFilesService, Range
 from exo_node.node.store.fetching import ModelFetcher
@@ -103,7 +104,7 @@ async def giving(giver: Giver, name: str = "one") -> AsyncGenerator[ModelSource]
     identity = load_or_create_identity(giver.root / name)
     files = SharedModels(ModelLibrary([giver.root / "models"], offline=True))
     service = ModelFilesService(giver.wrap(files), giver.busy, giver.sleep)
-    server = grpc.aio.server()
+    server = grpc.aio.server(interceptors=(PeersOnly(),))
     peer_pb2_grpc.add_ModelFilesServicer_to_server(service, server)
     credentials = server_credentials(node_credentials(identity, KEY))
     port = server.add_secure_port("127.0.0.1:0", credentials)

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -116,12 +116,13 @@ async def reply(call: Awaitable[Reply], where: str) -> Reply:
 
 
 async def stream(
-    call: Any, where: str, *, lost: type[PeerLost] = PeerLost
+    method: Callable[[Any], Any], request: Any, where: str, *, lost: type[PeerLost] = PeerLost
 ) -> AsyncGenerator[Any, None]:
-    """Yields a server stream's messages; an early end from either side leaves nothing running.
+    """Calls a method and yields its messages; an early end from either side leaves nothing running.
 
     Raises ExoNodeError, and `lost` where the other side is gone.
     """
+    call = method(request)
     messages = aiter(call)
     reading: asyncio.Task[Any] | None = None
     try:

@@ -1,6 +1,5 @@
 """Calls to other nodes and to runners: heartbeats, loading, claims, generating, forwarding."""
 
-import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
@@ -11,9 +10,6 @@ from ...proto import peer_pb2_grpc
 from ..machine.timing import Timing
 from ..trust.certificates import node_name
 from .channels import Channels, reply, stream
-
-log = logging.getLogger(__name__)
-
 
 DECIDE_TIMEOUT_S = 25.0
 """Less than the timeout of the command that waits for it."""
@@ -40,8 +36,9 @@ class ControlClient:
         progress: Callable[[pb.LoadProgress], None],
     ) -> pb.LoadReady:
         """Loads a stage there. Raises the other node's error, or PeerLost."""
-        stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
-        async with aclosing(stream(stub.LoadStage(spec), address)) as events:
+        async with aclosing(
+            stream(self._control(address, node).LoadStage, spec, address)
+        ) as events:
             async for event in events:
                 if event.WhichOneof("event") == "ready":
                     return event.ready
@@ -52,41 +49,37 @@ class ControlClient:
         self, address: str, node: NodeId, placement: PlacementId, stage: int, *, kill: bool = False
     ) -> None:
         """Unloads a stage there. Raises PeerLost."""
-        stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
         request = pb.UnloadStageRequest(placement=placement, stage=stage, kill=kill)
-        _ = await reply(stub.UnloadStage(request, timeout=self._timing.slow_reply_s), address)
+        call = self._control(address, node).UnloadStage(request, timeout=self._timing.slow_reply_s)
+        _ = await reply(call, address)
 
     async def decide_join(
         self, address: str, node: NodeId, decision: pb.JoinDecision
     ) -> pb.JoinDecided:
         """Decides on a node that waits there to be let in. Raises the other node's error."""
-        stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
-        return await reply(stub.DecideJoin(decision, timeout=DECIDE_TIMEOUT_S), address)
+        call = self._control(address, node).DecideJoin(decision, timeout=DECIDE_TIMEOUT_S)
+        return await reply(call, address)
 
-    async def http(
+    def http(
         self, address: str, node: NodeId, request: pb.HttpRequest
     ) -> AsyncGenerator[pb.HttpChunk, None]:
         """Forwards an HTTP request to another node; closing the generator cancels it there."""
-        stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
-        async with aclosing(stream(stub.Http(request), f"the node at {address}")) as chunks:
-            async for chunk in chunks:
-                yield chunk
+        return stream(self._control(address, node).Http, request, f"the node at {address}")
 
-    async def acquire(
+    def acquire(
         self, address: str, node: NodeId, request: pb.AcquireRequest
     ) -> AsyncGenerator[pb.AcquireEvent, None]:
         """Claims a placement of the head until the generator is closed.
 
         Raises the head's error, or HeadGone.
         """
-        stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
-        where = f"the head at {address}"
-        async with aclosing(stream(stub.Acquire(request), where, lost=HeadGone)) as events:
-            async for event in events:
-                yield event
+        acquire = self._control(address, node).Acquire
+        return stream(acquire, request, f"the head at {address}", lost=HeadGone)
 
     async def report(self, address: str, node: NodeId, report: pb.AttemptReport) -> None:
         """Reports the end of an attempt to the head. Raises PeerLost."""
-        stub = peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))
-        call = stub.Report(report, timeout=self._timing.report_timeout_s)
+        call = self._control(address, node).Report(report, timeout=self._timing.report_timeout_s)
         _ = await reply(call, f"the head at {address}")
+
+    def _control(self, address: str, node: NodeId) -> peer_pb2_grpc.ControlStub:
+        return peer_pb2_grpc.ControlStub(self._channels.to(address, node_name(node)))

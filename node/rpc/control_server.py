@@ -6,9 +6,8 @@ import logging
 import re
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -25,7 +24,7 @@ from ...placement.errors import (
 from ...placement.ids import NodeId, PlacementId
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
-from ...proto.bound_server import BoundNumbers
+from ...proto.checked_calls import BoundNumbers
 from ...proto.grpc_options import SERVER_OPTIONS
 from ..trust.certificates import Credentials, authenticated_node, server_credentials
 from .callers import PeersOnly
@@ -70,16 +69,6 @@ class NodeCalls:
     report: Callable[[pb.AttemptReport], None]
 
 
-async def _refuse(context: "Context", fault: ExoNodeError) -> NoReturn:
-    status = grpc.StatusCode.UNAVAILABLE
-    if isinstance(fault, InvalidRequest):
-        status = grpc.StatusCode.INVALID_ARGUMENT
-    elif isinstance(fault, Untrusted):
-        status = grpc.StatusCode.UNAUTHENTICATED
-    metadata = (("exo-code", fault.code), ("exo-param", fault.param or ""))
-    await context.abort(status, fault.message, metadata)
-
-
 class _MembershipService(peer_pb2_grpc.MembershipServicer):
     def __init__(self, node: NodeCalls) -> None:
         self._node = node
@@ -103,7 +92,7 @@ class _MembershipService(peer_pb2_grpc.MembershipServicer):
             return self._node.answer_heartbeat(sender, request)
         except ExoNodeError as fault:
             self._log_once(request.sender.id, fault)
-            await _refuse(context, fault)
+            raise
 
     def _log_once(self, sender: str, fault: ExoNodeError) -> None:
         """Logs a refusal once for each sender: a refused node tries again every second."""
@@ -137,10 +126,7 @@ class ControlService(peer_pb2_grpc.ControlServicer):
         request: pb.StageSpec,
         context: "Context",
     ) -> AsyncIterator[pb.LoadEvent]:
-        try:
-            _check_stage(request)
-        except ExoNodeError as fault:
-            await _refuse(context, fault)
+        _check_stage(request)
         events: asyncio.Queue[pb.LoadEvent] = asyncio.Queue()
 
         def progress(report: pb.LoadProgress) -> None:
@@ -154,8 +140,6 @@ class ControlService(peer_pb2_grpc.ControlServicer):
         try:
             async for event in _until_done(task, events):
                 yield event
-        except ExoNodeError as fault:
-            await _refuse(context, fault)
         finally:
             _ = task.cancel()
 
@@ -168,25 +152,13 @@ class ControlService(peer_pb2_grpc.ControlServicer):
         await self._node.unload_stage(placement, request.stage, request.kill)
         return pb.UnloadStageReply()
 
-    async def Http(
-        self,
-        request: pb.HttpRequest,
-        context: "Context",
-    ) -> AsyncIterator[pb.HttpChunk]:
-        async for chunk in self._node.answer_http(request):
-            yield chunk
+    def Http(self, request: pb.HttpRequest, context: "Context") -> AsyncIterator[pb.HttpChunk]:
+        return self._node.answer_http(request)
 
-    async def Acquire(
-        self,
-        request: pb.AcquireRequest,
-        context: "Context",
+    def Acquire(
+        self, request: pb.AcquireRequest, context: "Context"
     ) -> AsyncIterator[pb.AcquireEvent]:
-        try:
-            async with aclosing(self._node.acquire(request)) as events:
-                async for event in events:
-                    yield event
-        except ExoNodeError as fault:
-            await _refuse(context, fault)
+        return self._node.acquire(request)
 
     async def Report(
         self,
@@ -201,10 +173,7 @@ class ControlService(peer_pb2_grpc.ControlServicer):
         request: pb.JoinDecision,
         context: "Context",
     ) -> pb.JoinDecided:
-        try:
-            return await self._node.decide_join(request)
-        except ExoNodeError as fault:
-            await _refuse(context, fault)
+        return await self._node.decide_join(request)
 
 
 async def _until_done(

@@ -53,12 +53,10 @@ class LinkService(peer_pb2_grpc.LinkServicer):
     ) -> AsyncIterator[pb.Probe]:
         async for probe in request_iterator:
             if probe.answer_bytes > MAX_ANSWER_BYTES:
-                fault = InvalidRequest(
+                raise InvalidRequest(
                     f"answer_bytes is {probe.answer_bytes}, at most {MAX_ANSWER_BYTES}",
                     param="answer_bytes",
                 )
-                metadata = (("exo-code", fault.code), ("exo-param", "answer_bytes"))
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, fault.message, metadata)
             yield pb.Probe(data=bytes(probe.answer_bytes))
 
     async def Measure(

@@ -4,12 +4,12 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any, Final, NoReturn, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import grpc
 import grpc.aio
 
-from ...placement.errors import ExoNodeError, InvalidRequest, PeerLost
+from ...placement.errors import ExoNodeError, PeerLost
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
@@ -63,22 +63,20 @@ class ModelFilesService(peer_pb2_grpc.ModelFilesServicer):
         self._pace = asyncio.Lock()
 
     async def Offer(self, request: pb.ModelOfferRequest, context: "Context") -> pb.ModelOffer:
-        return await self._run(context, lambda: self._source.offer(request.model))
+        return await _run(lambda: self._source.offer(request.model))
 
     async def Digest(self, request: pb.FileRequest, context: "Context") -> pb.FileDigest:
         async with self._reading:
-            digest = await self._run(
-                context, lambda: self._source.digest(request.model, request.path)
-            )
+            digest = await _run(lambda: self._source.digest(request.model, request.path))
         return pb.FileDigest(sha256=digest)
 
     async def Read(
         self, request: pb.FileRequest, context: "Context"
     ) -> AsyncIterator[pb.FileChunk]:
         async with self._reading:
-            file = await self._run(context, lambda: self._source.open(request))
+            file = await _run(lambda: self._source.open(request))
             try:
-                while data := await self._run(context, file.read):
+                while data := await _run(file.read):
                     yield pb.FileChunk(data=data)
                     if self._busy():
                         async with self._pace:
@@ -86,20 +84,12 @@ class ModelFilesService(peer_pb2_grpc.ModelFilesServicer):
             finally:
                 file.close()
 
-    async def _run(self, context: "Context", work: Callable[[], Result]) -> Result:
-        try:
-            return await asyncio.to_thread(work)
-        except ExoNodeError as fault:
-            await _refuse(context, fault)
-        except OSError as fault:
-            await _refuse(context, ExoNodeError(f"the file cannot be read ({fault.strerror})"))
 
-
-async def _refuse(context: "Context", fault: ExoNodeError) -> NoReturn:
-    invalid = isinstance(fault, InvalidRequest)
-    status = grpc.StatusCode.INVALID_ARGUMENT if invalid else grpc.StatusCode.UNAVAILABLE
-    metadata = (("exo-code", fault.code), ("exo-param", fault.param or ""))
-    await context.abort(status, fault.message, metadata)
+async def _run(work: Callable[[], Result]) -> Result:
+    try:
+        return await asyncio.to_thread(work)
+    except OSError as fault:
+        raise ExoNodeError(f"the file cannot be read ({fault.strerror})") from fault
 
 
 class ModelFilesClient:
@@ -128,9 +118,9 @@ class ModelFilesClient:
 
         The time that the caller spends on a chunk does not count.
         """
-        call = self._stub(address, node).Read(request)
+        read = self._stub(address, node).Read
         patience_s, bytes_ = self._timing.stall_s, 0
-        async with aclosing(stream(call, address)) as chunks:
+        async with aclosing(stream(read, request, address)) as chunks:
             while True:
                 start = time.monotonic()
                 try:

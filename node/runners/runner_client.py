@@ -1,7 +1,6 @@
 """Calls to runners, on this node or another: connect, ping, generate."""
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass
 
 import grpc
@@ -68,15 +67,12 @@ class RunnerClient:
         call = stub.Enter(request, timeout=self._timing.slow_reply_s)
         _ = await reply(call, f"the runner of stage {number} on {stage.node}")
 
-    async def generate(
+    def generate(
         self, endpoint: Endpoint, request: pb.GenerateRequest
     ) -> AsyncGenerator[pb.GenerateEvent, None]:
         """See `chat.Runners`."""
         stub = peer_pb2_grpc.GeneratorStub(self._channel(endpoint))
-        where = f"the generator's runner on {endpoint.node}"
-        async with aclosing(stream(stub.Generate(request), where)) as events:
-            async for event in events:
-                yield event
+        return stream(stub.Generate, request, f"the generator's runner on {endpoint.node}")
 
     async def encode(self, endpoint: Endpoint, request: pb.EncodeRequest) -> pb.EncodeReply:
         """See `chat.Runners`."""

@@ -31,7 +31,7 @@ import grpc.aio
 from ...placement.errors import ExoNodeError, LoadFailed
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
-from ...proto.bound_server import BoundNumbers
+from ...proto.checked_calls import BoundNumbers
 from ...proto.grpc_options import SERVER_OPTIONS
 from ..engine.compute import ComputeThread
 from ..engine.options import EngineOptions

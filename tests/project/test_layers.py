@@ -123,7 +123,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("mlx", "mlx_lm", "transformers"), ("mtp/*", "shard/*")),
     "grpc": (
         "proto/*_pb2_grpc.py",
-        "proto/bound_server.py",
+        "proto/checked_calls.py",
         "shard/pipeline/streams.py",
         "shard/runner/*",
         "node/rpc/*",

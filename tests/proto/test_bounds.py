@@ -28,8 +28,8 @@ from exo_node.node.rpc.control_server import PROTOCOL
 from exo_node.placement.errors import ExoNodeError, InvalidFrame, InvalidRequest, PeerLost
 from exo_node.placement.ids import NodeId
 from exo_node.proto import peer_pb2 as pb
-from exo_node.proto.bound_server import BoundNumbers
 from exo_node.proto.bounds import MAX_COUNTER, fault
+from exo_node.proto.checked_calls import BoundNumbers
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.pipeline.frames import (
     Assembler,
@@ -165,17 +165,19 @@ class Node:
         )
 
 
-async def called(method: Callable[..., Any], request: Message, context: Context) -> Any:
-    """One call of a method behind the check that every server has."""
-    make: Any = grpc.unary_unary_rpc_method_handler
-    handler = make(method)
+async def checked_method(handler: Any) -> Any:
+    """A method with the check that every server has."""
 
     async def service(_: Any) -> Any:
         return handler
 
     details: Any = type("Details", (), {"method": "/x/Method"})()
-    guarded: Any = await BoundNumbers().intercept_service(service, details)
-    return await guarded.unary_unary(request, context)
+    return await BoundNumbers().intercept_service(service, details)
+
+
+async def called(method: Callable[..., Any], request: Message, context: Context) -> Any:
+    make: Any = grpc.unary_unary_rpc_method_handler
+    return await (await checked_method(make(method))).unary_unary(request, context)
 
 
 async def streamed(request: Message, context: Context) -> list[Message]:
@@ -186,13 +188,7 @@ async def streamed(request: Message, context: Context) -> list[Message]:
             yield request
 
     make: Any = grpc.unary_stream_rpc_method_handler
-    handler = make(echo)
-
-    async def service(_: Any) -> Any:
-        return handler
-
-    details: Any = type("Details", (), {"method": "/x/Method"})()
-    guarded: Any = await BoundNumbers().intercept_service(service, details)
+    guarded = await checked_method(make(echo))
     return [answer async for answer in guarded.unary_stream(request, context)]
 
 
@@ -284,9 +280,10 @@ async def hears(beats: list[Message], *, refused: bool | None = None) -> Node:
             before, context = node.state(), Context()
             try:
                 answer = await called(service.Exchange, beat, context)
-            except Refused:
-                assert refused is not False, context.sent_back
-                assert context.sent_back["text"] and context.sent_back["exo-code"]
+            except (Refused, ExoNodeError) as fault:
+                assert refused is not False, (fault, context.sent_back)
+                if isinstance(fault, Refused):
+                    assert context.sent_back["text"] and context.sent_back["exo-code"]
                 assert node.state() == before
             else:
                 assert refused is not True

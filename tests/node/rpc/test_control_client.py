@@ -164,7 +164,7 @@ class _Call:
 async def test_a_read_in_flight_ends_with_its_call_and_is_not_cancelled() -> None:
     """gRPC never frees the memory of a cancelled read."""
     call = _Call()
-    events = stream(call, "a peer")
+    events = stream(lambda _: call, None, "a peer")
     assert await anext(events) == 1
     waiting = asyncio.ensure_future(anext(events))
     await asyncio.sleep(0.01)
@@ -206,5 +206,5 @@ async def test_a_head_whose_process_ended_is_a_lost_head_and_its_own_errors_stay
     call: _Failed, fault: type[ExoNodeError]
 ) -> None:
     with pytest.raises(fault) as raised:
-        _ = [message async for message in stream(call, "the head", lost=HeadGone)]
+        _ = [message async for message in stream(lambda _: call, None, "the head", lost=HeadGone)]
     assert type(raised.value) is fault

@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from exo_node.node.rpc.callers import PeersOnly
 from exo_node.node.rpc.link_rpc import (
     _CHUNK,  # pyright: ignore[reportPrivateUsage]
     MAX_ANSWER_BYTES,
@@ -48,7 +49,7 @@ class ProbedPeer:
 async def peer(folder: Path, key: ClusterKey = KEY) -> AsyncGenerator[ProbedPeer]:
     identity = load_or_create_identity(folder)
     credentials = node_credentials(identity, key)
-    server = grpc.aio.server()
+    server = grpc.aio.server(interceptors=(PeersOnly(),))
 
     async def measure() -> list[pb.LinkReport]:
         return [REPORT]
