@@ -2,6 +2,5 @@
 
 forward.py: sends requests that belong to the head there
 openapi.py: the document of the routes and their bodies
-profile_lists.py: lists of models with those names among them
 server.py: the HTTP server
 """

@@ -1,6 +1,7 @@
 """Forwards requests about cluster state to the head, from every other node."""
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from math import inf
@@ -26,9 +27,11 @@ from .http.dialects import (
 from .http.guard import METHODS_WITH_BODY
 from .http.session_api import SESSION_PATH, TICKET_PATH
 from .http.sse import disconnection
+from .http.strict_json import decode
 from .operations.join_api import JOIN_PREFIX
 from .operations.models_api import MODELS_PREFIX, PULL_PATHS
 from .operations.operations_api import REACH_PATH
+from .shared.profile_file import ProfileFile
 
 LOCAL = (
     "/v1/cluster",
@@ -44,7 +47,22 @@ FORWARDED = "forwarded"
 """The client of a request that another node forwarded."""
 _OWN_SCOPE = ("scope", "node")
 """The query parameter that asks for this node's own events, not the head's."""
+_PROFILES = "profiles"
+"""The header of a forwarded request with the entry node's profiles, in JSON."""
 _PASSED_ON = ("content-type", "accept", "user-agent", "last-event-id", ANTHROPIC_HEADER)
+
+
+def naming_profiles(app: ASGIApp, profiles: ProfileFile) -> ASGIApp:
+    """ASGI middleware that adds this node's profiles to requests for lists of models, which the
+    head answers."""
+
+    async def named(scope: Scope, receive: Receive, send: Send) -> None:
+        if _lists_models(scope) and not _is_forwarded(scope):
+            await profiles.refresh()
+            scope["state"]["profiles"] = profiles.listed()
+        await app(scope, receive, send)
+
+    return named
 
 
 class HeadClient(Protocol):
@@ -102,7 +120,7 @@ class HeadForwarder:
             asked_at = time.monotonic()
             try:
                 if head is None:
-                    await self._app(scope, with_body(request.body, receive), passage.send)
+                    await self._app(scope, _with_body(request.body, receive), passage.send)
                 else:
                     await passage.through(head)
                 return
@@ -121,8 +139,9 @@ class HeadForwarder:
     async def _to_node(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes the request on to the node that `node` in its query names, if it is another."""
         name = dict(parse_qsl(scope["query_string"].decode("latin-1"))).get("node")
-        forwarded = (scope.get("client") or ("",))[0] == FORWARDED
-        node = None if name is None or forwarded else self._client.node_elsewhere(name)
+        node = None
+        if name is not None and not _is_forwarded(scope):
+            node = self._client.node_elsewhere(name)
         if node is None:
             await self._app(scope, receive, send)
             return
@@ -189,6 +208,15 @@ def _may_be_repeated(request: pb.HttpRequest, fault: PeerLost) -> bool:
     return request.method != "DELETE" or isinstance(fault, PeerRefused)
 
 
+def _is_forwarded(scope: Scope) -> bool:
+    return (scope.get("client") or ("",))[0] == FORWARDED
+
+
+def _lists_models(scope: Scope) -> bool:
+    path: str = scope.get("path", "")
+    return path in OLLAMA_MODELS or f"{path}/".startswith(MODELS_PREFIX)
+
+
 def _is_of_files(scope: Scope) -> bool:
     """Whether the request is about the files on one node's disk."""
     path: str = scope.get("path", "")
@@ -245,16 +273,19 @@ async def answer_forwarded(
 async def _collect(scope: Scope, receive: Receive) -> pb.HttpRequest:
     request = Request(scope, receive)
     query = scope["query_string"].decode()
+    headers = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
+    if profiles := scope.get("state", {}).get("profiles"):
+        headers[_PROFILES] = json.dumps(profiles)
     return pb.HttpRequest(
         method=request.method,
         path=scope["path"] + (f"?{query}" if query else ""),
         # The guard bounds the bodies of these.
         body=await request.body() if request.method in METHODS_WITH_BODY else b"",
-        headers={name: request.headers[name] for name in _PASSED_ON if name in request.headers},
+        headers=headers,
     )
 
 
-def with_body(body: bytes, receive: Receive) -> Receive:
+def _with_body(body: bytes, receive: Receive) -> Receive:
     """`receive` for a request with this body, after the real one was read."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -267,7 +298,9 @@ def with_body(body: bytes, receive: Receive) -> Receive:
 def _scope(request: pb.HttpRequest, host: str, credentials: Mapping[str, str]) -> dict[str, Any]:
     path, _, query = request.path.partition("?")
     name, _, port = host.rpartition(":")
-    items = [*request.headers.items(), *credentials.items()]
+    passed = dict(request.headers)
+    profiles = decode(passed.pop(_PROFILES, "{}").encode())
+    items = [*passed.items(), *credentials.items()]
     headers = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in items]
     headers += [(b"host", host.encode()), (b"content-length", str(len(request.body)).encode())]
     return {
@@ -283,4 +316,5 @@ def _scope(request: pb.HttpRequest, host: str, credentials: Mapping[str, str]) -
         "headers": headers,
         "client": (FORWARDED, 0),
         "server": (name, int(port)),
+        "state": {"profiles": profiles},
     }

@@ -23,6 +23,7 @@ from ..chat.requests import Chat
 from ..machine.events import EventLog
 from ..machine.timing import Timing
 from ..trust.local_token import LocalToken
+from .forward import naming_profiles
 from .http.connection_limits import ConnectionLimits, LimitedConnection
 from .http.dialects import fault_response
 from .http.errors import HttpFault, unnamed_fault
@@ -41,7 +42,6 @@ from .operations.events_api import EventsApi
 from .operations.join_api import JoinApi
 from .operations.models_api import ModelFiles, ModelsApi
 from .operations.operations_api import Operations, OperationsApi
-from .profile_lists import ProfileLists
 from .responses.response_runs import ResponseRuns
 from .responses.responses_api import ResponsesApi
 from .responses.stored_responses_api import StoredResponsesApi
@@ -119,8 +119,7 @@ def build_app(
     # A redirect to another spelling of the path would lose a POST's body in many clients.
     app.router.redirect_slashes = False
     inner = between(app)
-    listing = inner if profiles is None else ProfileLists(inner, profiles)
-    return Guard(listing, access, unserved)
+    return Guard(inner if profiles is None else naming_profiles(inner, profiles), access, unserved)
 
 
 def api_routes(

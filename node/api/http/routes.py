@@ -58,6 +58,11 @@ def post_json(
     return ApiRoute(method, path, endpoint, body=body, query=query)
 
 
+def profiles_of(request: Request) -> Mapping[str, Mapping[str, Any]]:
+    """The entry node's profiles, for lists of models; see `ProfileFile.listed`."""
+    return getattr(request.state, "profiles", {})
+
+
 def query_values(pairs: Iterable[tuple[str, str]], allowed: Collection[str]) -> dict[str, str]:
     """The query's parameters. Raises InvalidRequest for an unknown or repeated one."""
     values: dict[str, str] = {}

@@ -21,9 +21,15 @@ from ..http.bodies import unknown_fields
 from ..http.dialects import OLLAMA, Dialect, Exchange, WholeAnswer, fault_response
 from ..http.errors import HttpFault
 from ..http.long_bodies import json_response
-from ..http.routes import ApiRoute, get_json, post_json
+from ..http.routes import ApiRoute, get_json, post_json, profiles_of
 from ..http.strict_json import encode
-from ..operations.model_entries import OLLAMA_VERSION, ollama_loaded, ollama_shown, ollama_tag
+from ..operations.model_entries import (
+    OLLAMA_VERSION,
+    ollama_loaded,
+    ollama_shown,
+    ollama_tag,
+    with_profiles,
+)
 from ..operations.operations_api import Json, Operations
 from ..shared.answering import Answering, read
 from ..shared.chat_message import messages_for_template
@@ -113,7 +119,7 @@ class Ollama:
     def routes(self) -> list[ApiRoute]:
         return [
             get_json("/api/version", self.version),
-            get_json("/api/tags", self.tags),
+            ApiRoute("GET", "/api/tags", self.tags),
             get_json("/api/ps", self.ps),
             post_json("/api/show", self.show, ShowBody),
             ApiRoute("POST", OLLAMA_CHAT.path, self.chat, body=OLLAMA_CHAT.body),
@@ -123,21 +129,22 @@ class Ollama:
     async def version(self) -> Json:
         return {"version": OLLAMA_VERSION}
 
-    async def tags(self) -> Json:
-        entries = [entry for entry in await self._entries() if entry.get("downloaded", True)]
-        return {"models": [ollama_tag(entry) for entry in entries]}
+    async def tags(self, request: Request) -> Response:
+        entries = with_profiles(await self._entries(), profiles_of(request))
+        downloaded = [entry for entry in entries if entry.get("downloaded", True)]
+        return json_response({"models": [ollama_tag(entry) for entry in downloaded]})
 
     async def ps(self) -> Json:
         nodes = (await self._operations.cluster())["nodes"]
         entries = [entry for entry in await self._entries() if entry.get("loaded")]
         return {"models": [ollama_loaded(entry, nodes) for entry in entries]}
 
-    async def show(self, _: Request, body: ShowBody) -> Json:
+    async def show(self, request: Request, body: ShowBody) -> Json:
         model = body.model or body.name
         if model is None:
             raise InvalidRequest("'model' is required", param="model")
-        for entry in await self._entries():
-            if entry["id"] == model:
+        for entry in with_profiles(await self._entries(), profiles_of(request)):
+            if entry["id"] == model and entry.get("downloaded", True):
                 return ollama_shown(entry)
         raise await self._operations.no_model(model)
 

@@ -41,6 +41,22 @@ def model_list(listed: Json, headers: Mapping[str, str] | None = None) -> dict[s
     return {**listed, "data": entries, **page}
 
 
+def with_profiles(models: Sequence[Json], profiles: Mapping[str, Json]) -> list[Json]:
+    """The entries of the models with those of an entry node's profiles, as `ProfileFile` lists
+    them, in the places of models of the same names."""
+    by_id = {str(entry["id"]): entry for entry in models}
+    others = [entry for name, entry in by_id.items() if name not in profiles]
+    return [*others, *(_profile(name, each, by_id) for name, each in profiles.items())]
+
+
+def _profile(name: str, profile: Json, models: Mapping[str, Json]) -> Json:
+    if (of := str(profile.get("profile_of"))) in models:
+        return {**models[of], "id": name, **profile}
+    why = f"its model {of} is not on the cluster's disks; `exo-node models` lists those"
+    bare = {"object": "model", "created": 0, "owned_by": "exo-node"}
+    return {"id": name, **bare, "loaded": False, "downloaded": False, "error": why, **profile}
+
+
 def ollama_tag(entry: Json) -> dict[str, Any]:
     """An entry of `/api/tags`, made from one of `GET /v1/models`."""
     name = str(entry["id"])

@@ -12,8 +12,8 @@ from ...machine.switches import NAMES, SwitchName
 from ..http.bodies import EmptyBody, StrictBody
 from ..http.dialects import HEALTH_PATHS
 from ..http.long_bodies import json_response
-from ..http.routes import ApiRoute, get_json, post_json
-from .model_entries import model_entry, model_list
+from ..http.routes import ApiRoute, get_json, post_json, profiles_of
+from .model_entries import model_entry, model_list, with_profiles
 from .plan_request import PlacementBody, PlanBody, parse_query
 
 Json = Mapping[str, Any]
@@ -175,7 +175,9 @@ class OperationsApi:
                     model_list(await self._operations.catalogue(), request.headers)
                 )
             case "0" | "false":
-                return json_response(model_list(await self._operations.models(), request.headers))
+                listed = await self._operations.models()
+                entries = with_profiles(listed["data"], profiles_of(request))
+                return json_response(model_list({**listed, "data": entries}, request.headers))
             case other:
                 what = f"catalog is {other[:40]!r}; it is 1 (the models that have cards) or 0"
                 raise InvalidRequest(what, param="catalog")
@@ -184,7 +186,8 @@ class OperationsApi:
         model: str = request.path_params["id"]
         if not model:  # the list's path with a slash at its end
             return await self.models(request)
-        for entry in (await self._operations.models())["data"]:
+        models = (await self._operations.models())["data"]
+        for entry in with_profiles(models, profiles_of(request)):
             if entry["id"] == model:
                 return json_response(model_entry(entry, request.headers))
         raise await self._operations.no_model(model)

@@ -92,6 +92,11 @@ class ProfileFile:
         """The faults by the profile's name, or the file's."""
         return self._content.value.faults
 
+    def listed(self) -> dict[str, dict[str, Any]]:
+        """The fields of each profile in lists of models, or its fault."""
+        own = {n: {"profile_of": p.model, "profile": p.describe()} for n, p in self.all().items()}
+        return {**own, **{name: {"error": fault.message} for name, fault in self.faults().items()}}
+
     def get(self, name: str) -> Profile | None:
         """The profile of that name, or None. Raises its fault if it has one."""
         if (fault := self.faults().get(name)) is not None:

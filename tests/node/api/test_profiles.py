@@ -1,21 +1,22 @@
 """Names of a person's own for models: read from a file, used in every dialect, listed."""
 
 import asyncio
-import json
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import AsyncGenerator, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes import ANSWER, FakeChat, FakeOperations, says
 from http_node import Node, Reply, chat_body, no_files, serving_fakes
+from starlette.types import ASGIApp
 
-from exo_node.node.api.forward import answer_forwarded
+from exo_node.node.api.forward import HeadForwarder, answer_forwarded
 from exo_node.node.api.server import Services, build_app
 from exo_node.node.api.shared.profile_file import ProfileFile
 from exo_node.node.machine.timing import LOCAL
 from exo_node.node.trust.local_token import TOKEN_HEADER, LocalToken
+from exo_node.placement.ids import NodeId
 from exo_node.proto import peer_pb2 as pb
 
 TOML = """
@@ -272,16 +273,44 @@ def test_a_pipe_in_the_place_of_the_file_stops_nobody(tmp_path: Path) -> None:
         assert node.ask("GET", "/health/live").status == 200
 
 
-async def test_a_head_tells_another_node_of_its_models_and_not_of_its_own_profiles(
-    path: Path,
+class Head:
+    """The connection to a head with another app."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def head_elsewhere(self) -> NodeId:
+        return NodeId("head")
+
+    def node_elsewhere(self, name: str) -> None:
+        """No request names a node."""
+
+    async def until_gone(self, node: NodeId) -> None:
+        _ = await asyncio.Event().wait()
+
+    async def http(self, head: NodeId, request: pb.HttpRequest) -> AsyncGenerator[pb.HttpChunk]:
+        async for chunk in answer_forwarded(self._app, request, "127.0.0.1:1", {}):
+            yield chunk
+
+
+def test_a_heads_lists_have_the_profiles_of_the_node_that_was_asked_and_not_its_own(
+    path: Path, tmp_path: Path
 ) -> None:
-    _ = path.write_text(TOML)
-    services = Services(FakeChat(), FakeOperations(), profiles=ProfileFile(path))
-    app = build_app(services, no_files, LOCAL)
-    request = pb.HttpRequest(method="GET", path="/v1/models")
-    chunks = [chunk async for chunk in answer_forwarded(app, request, "127.0.0.1:1", {})]
-    body = json.loads(b"".join(chunk.body for chunk in chunks))
-    assert [entry["id"] for entry in body["data"]] == ["demo", "owner/large-model"]
+    _ = path.write_text('"mine \u00e9" = "demo"\nlost = "owner/nowhere"')
+    _ = (tmp_path / "other.toml").write_text('"the-heads" = "demo"')
+    other = ProfileFile(tmp_path / "other.toml")
+    head = Head(build_app(Services(FakeChat(), FakeOperations(), profiles=other), no_files, LOCAL))
+
+    def forwarding(app: ASGIApp) -> ASGIApp:
+        return HeadForwarder(app, head, LOCAL)
+
+    with serving_fakes(profiles=ProfileFile(path), between=forwarding) as node:
+        listed = ids(node.ask("GET", "/v1/models"))
+        assert listed == ["demo", "owner/large-model", "mine \u00e9", "lost"]
+        assert ids(node.ask("GET", "/api/tags"), "models", "name") == listed[:3]
+        assert node.ask("GET", "/v1/models/lost").json["profile_of"] == "owner/nowhere"
+        assert node.ask("POST", "/api/show", {"model": "mine \u00e9"}).status == 200
+        assert node.ask("POST", "/api/show", {"model": "lost"}).status == 404
 
 
 def test_ollama_loads_and_unloads(node: Node) -> None:
