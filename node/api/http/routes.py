@@ -1,6 +1,7 @@
 """Routes that carry their part of the OpenAPI document: body, query and media type."""
 
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+import re
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -12,6 +13,8 @@ from .bodies import EmptyBody, StrictBody, read_body
 from .long_bodies import JSON_TYPE, json_response
 
 Body = TypeVar("Body", bound=StrictBody)
+Schema = Mapping[str, Any]
+"""A JSON schema."""
 
 
 class ApiRoute(Route):
@@ -24,7 +27,7 @@ class ApiRoute(Route):
         endpoint: Callable[[Request], Awaitable[Response]],
         *,
         body: type[StrictBody] | None = None,
-        query: Mapping[str, Mapping[str, Any]] | None = None,
+        query: Mapping[str, Schema] | None = None,
         media_type: str = JSON_TYPE,
     ) -> None:
         super().__init__(path, endpoint, methods=[method])
@@ -48,7 +51,7 @@ def post_json(
     body: type[Body] = EmptyBody,
     *,
     method: str = "POST",
-    query: Mapping[str, Mapping[str, Any]] | None = None,
+    query: Mapping[str, Schema] | None = None,
 ) -> ApiRoute:
     """A route whose handler gets the validated body and returns JSON."""
 
@@ -63,10 +66,14 @@ def profiles_of(request: Request) -> Mapping[str, Mapping[str, Any]]:
     return getattr(request.state, "profiles", {})
 
 
-def query_values(pairs: Iterable[tuple[str, str]], allowed: Collection[str]) -> dict[str, str]:
-    """The query's parameters. Raises InvalidRequest for an unknown or repeated one."""
+def query_values(
+    request: Request, allowed: Mapping[str, Schema], ignored: Collection[str] = ()
+) -> dict[str, str]:
+    """The query's parameters. Raises InvalidRequest for one that is unknown, repeated or wrong."""
     values: dict[str, str] = {}
-    for name, text in pairs:
+    for name, text in request.query_params.multi_items():
+        if name in ignored:
+            continue
         if name in values:
             raise InvalidRequest(f"'{name}' is given twice; give it once", param=name)
         if name not in allowed:
@@ -74,5 +81,21 @@ def query_values(pairs: Iterable[tuple[str, str]], allowed: Collection[str]) -> 
                 f"this endpoint has no parameter '{name[:64]}'; it takes {', '.join(allowed)}",
                 param=name[:64],
             )
+        if expected := _unless_it_is(allowed[name], text):
+            raise InvalidRequest(f"'{name}' should {expected}", param=name)
         values[name] = text
     return values
+
+
+def _unless_it_is(schema: Schema, text: str) -> str:
+    """The words for what a parameter should be, or "" if it is that."""
+    if choices := schema.get("enum"):
+        return "" if text in choices else f"be {' or '.join(choices)}"
+    if schema.get("type") == "integer":
+        low, high = schema.get("minimum", 0), schema.get("maximum", 10**15 - 1)
+        is_number = text.isascii() and text.isdecimal() and low <= int(text[:16]) <= high
+        return "" if is_number else f"be a number from {low} to {high}"
+    if pattern := schema.get("pattern"):
+        return "" if re.fullmatch(pattern, text) else f"be {schema['description']}"
+    low, high = schema.get("minLength", 0), schema.get("maxLength", len(text))
+    return "" if low <= len(text.strip()) <= high else f"have {low} to {high} characters"

@@ -27,13 +27,12 @@ PULL_PATHS: Final = (_PULL, f"{_PULL}/pause", f"{_PULL}/cancel")
 """Paths about one node's downloads; `node` in the query names another one."""
 MOST_HITS: Final = 20
 _HITS: Final = 10
-_MAX_QUERY: Final = 200
 
 _NODE_QUERY: Final[Mapping[str, Json]] = {
     "node": {"type": "string", "minLength": 1, "maxLength": 256}
 }
 _SEARCH_QUERY: Final[Mapping[str, Json]] = {
-    "q": {"type": "string", "minLength": 1, "maxLength": _MAX_QUERY},
+    "q": {"type": "string", "minLength": 1, "maxLength": 200},
     "limit": {"type": "integer", "minimum": 1, "maximum": MOST_HITS},
     "source": {"enum": ["hub", "cards"]},
 }
@@ -110,24 +109,20 @@ class ModelsApi:
         ]
 
     async def search(self, request: Request) -> Response:
-        query = query_values(request.query_params.multi_items(), _SEARCH_QUERY)
-        text, limit = query.get("q", "").strip(), query.get("limit", str(_HITS))
-        if not 0 < len(text) <= _MAX_QUERY:
-            raise InvalidRequest(f"'q' should have 1 to {_MAX_QUERY} characters", param="q")
-        if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:9]) <= MOST_HITS):
-            raise InvalidRequest(f"'limit' should be a number from 1 to {MOST_HITS}", param="limit")
-        source = query.get("source", "hub")
-        if source not in ("hub", "cards"):
-            raise InvalidRequest("'source' should be hub or cards", param="source")
-        search = self._files.search(text, int(limit), "hub" if source == "hub" else "cards")
+        query = query_values(request, _SEARCH_QUERY)
+        if "q" not in query:
+            raise InvalidRequest("'q' is required", param="q")
+        source: Source = "cards" if query.get("source") == "cards" else "hub"
+        limit = int(query.get("limit", _HITS))
+        search = self._files.search(query["q"].strip(), limit, source)
         return json_response(await while_attended(search, request.receive))
 
     async def pulls(self, request: Request) -> Response:
-        own = "node" in query_values(request.query_params.multi_items(), _NODE_QUERY)
+        own = "node" in query_values(request, _NODE_QUERY)
         return json_response(await self._files.pulls(own=own))
 
     async def pull(self, request: Request) -> Response:
-        _ = query_values(request.query_params.multi_items(), _NODE_QUERY)
+        _ = query_values(request, _NODE_QUERY)
         body = await read_body(request, PullBody)
         states = await self._files.pull(body, stays=True)
         if not body.stream:
@@ -150,18 +145,14 @@ class ModelsApi:
         yield last
 
     async def pause(self, request: Request, body: PulledModel) -> Json:
-        _ = query_values(request.query_params.multi_items(), _NODE_QUERY)
+        _ = query_values(request, _NODE_QUERY)
         return await self._files.pause(body.model)
 
     async def cancel(self, request: Request, body: PulledModel) -> Json:
-        _ = query_values(request.query_params.multi_items(), _NODE_QUERY)
+        _ = query_values(request, _NODE_QUERY)
         return await self._files.cancel(body.model)
 
     async def remove(self, request: Request) -> Response:
-        dry_run = query_values(request.query_params.multi_items(), _DELETE_QUERY).get(
-            "dry_run", "0"
-        )
-        if dry_run not in ("0", "1"):
-            raise InvalidRequest("'dry_run' should be 1, or 0 to delete the files", param="dry_run")
+        dry_run = query_values(request, _DELETE_QUERY).get("dry_run") == "1"
         model: str = request.path_params["id"]
-        return json_response(await self._files.remove(model, dry_run=dry_run == "1"))
+        return json_response(await self._files.remove(model, dry_run=dry_run))

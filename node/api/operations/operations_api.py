@@ -169,18 +169,18 @@ class OperationsApi:
         return Response(content, headers={"Content-Type": content_type})
 
     async def models(self, request: Request) -> Response:
-        match request.query_params.get("catalog", "0"):
-            case "1" | "true":
-                return json_response(
-                    model_list(await self._operations.catalogue(), request.headers)
-                )
-            case "0" | "false":
-                listed = await self._operations.models()
-                entries = with_profiles(listed["data"], profiles_of(request))
-                return json_response(model_list({**listed, "data": entries}, request.headers))
-            case other:
-                what = f"catalog is {other[:40]!r}; it is 1 (the models that have cards) or 0"
-                raise InvalidRequest(what, param="catalog")
+        # Clients send parameters of other servers' lists, which have no effect.
+        catalog = request.query_params.get("catalog", "0")
+        if catalog not in _CATALOG_QUERY["catalog"]["enum"]:
+            what = f"catalog is {catalog[:40]!r}; it is 1 (the models that have cards) or 0"
+            raise InvalidRequest(what, param="catalog")
+        if catalog in ("1", "true"):
+            listed = await self._operations.catalogue()
+        else:
+            listed = await self._operations.models()
+            entries = with_profiles(listed["data"], profiles_of(request))
+            listed = {**listed, "data": entries}
+        return json_response(model_list(listed, request.headers))
 
     async def model(self, request: Request) -> Response:
         model: str = request.path_params["id"]

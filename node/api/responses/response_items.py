@@ -7,12 +7,12 @@ from typing import Any, Final, Literal
 
 from ....placement.errors import InvalidRequest
 from ...responses.tables import ItemPlace
-from ..http.routes import query_values
+from ..http.routes import Schema
 from ..http.strict_json import encode
 
 MAX_LIMIT: Final = 100
 _DEFAULT_LIMIT: Final = 20
-PAGE_QUERY: Final[Mapping[str, Mapping[str, Any]]] = {
+PAGE_QUERY: Final[Mapping[str, Schema]] = {
     "after": {"type": "string"},
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT},
     "order": {"enum": ["asc", "desc"]},
@@ -30,13 +30,9 @@ class Page:
     order: Order
 
     @classmethod
-    def of_query(cls, pairs: list[tuple[str, str]]) -> "Page":
-        """Reads a query. Raises InvalidRequest, which names the parameter at fault."""
-        values = query_values(pairs, PAGE_QUERY)
-        order = values.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise InvalidRequest("'order' should be asc or desc", param="order")
-        return cls(values.get("after"), _limit(values), order)
+    def of_query(cls, values: Mapping[str, str]) -> "Page":
+        order: Order = "asc" if values.get("order") == "asc" else "desc"
+        return cls(values.get("after"), int(values.get("limit", _DEFAULT_LIMIT)), order)
 
     def of(self, items: list[Json]) -> Json:
         """The list object of the items, which are in the order of the conversation."""
@@ -90,10 +86,3 @@ def public_item(item: Json) -> Json:
     if item.get("role") == "assistant":
         text = {"type": "output_text", "text": item["content"], "annotations": []}
     return {"status": "completed", **item, "content": [text]}
-
-
-def _limit(values: Mapping[str, str]) -> int:
-    text = values.get("limit", str(_DEFAULT_LIMIT))
-    if not re.fullmatch(r"[0-9]{1,3}", text) or not 1 <= int(text) <= MAX_LIMIT:
-        raise InvalidRequest(f"'limit' should be a number from 1 to {MAX_LIMIT}", param="limit")
-    return int(text)

@@ -1,9 +1,8 @@
 """Stored responses by id: read, followed, listed, cancelled, deleted."""
 
 import json
-import re
 from collections.abc import AsyncGenerator, Mapping
-from typing import Any, Final
+from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,7 +11,7 @@ from ....placement.errors import InvalidRequest, ResponseNotFound
 from ...responses.store import StoredResponse
 from ..http.dialects import RESPONSES_PATH
 from ..http.long_bodies import JSON_TYPE, json_response, off_the_loop
-from ..http.routes import ApiRoute, query_values
+from ..http.routes import ApiRoute, Schema, query_values
 from ..http.sse import EventStream
 from ..shared.answering import Answering
 from .frame_log import FrameLog
@@ -21,12 +20,12 @@ from .response_renderer import last_event
 from .response_run import ResponseRun
 from .response_runs import NO_RUNS, ResponseRuns, owner_of, read_run
 
-_STREAM: Final = {"true": True, "false": False}
-_RETRIEVE_QUERY: Final[Mapping[str, Mapping[str, Any]]] = {
-    "stream": {"enum": [*_STREAM]},
+_RETRIEVE_QUERY: Final[Mapping[str, Schema]] = {
+    "stream": {"enum": ["true", "false"]},
     "starting_after": {"type": "integer", "minimum": 0},
 }
 _WITHOUT_EFFECT: Final = ("include", "include[]", "include_obfuscation")
+"""Parameters that clients may send, of what no answer has."""
 
 
 class StoredResponsesApi:
@@ -47,7 +46,7 @@ class StoredResponsesApi:
 
     async def retrieve(self, request: Request) -> Response:
         id, owner, runs = self._target(request)
-        after = _starting_after(query_values(_pairs(request), _RETRIEVE_QUERY))
+        after = _starting_after(query_values(request, _RETRIEVE_QUERY, _WITHOUT_EFFECT))
         run = runs.get(id, owner)
         if run is not None:
             if after is None:
@@ -60,7 +59,7 @@ class StoredResponsesApi:
 
     async def input_items(self, request: Request) -> Response:
         id, owner, runs = self._target(request)
-        page = Page.of_query(_pairs(request))
+        page = Page.of_query(query_values(request, PAGE_QUERY, _WITHOUT_EFFECT))
         items = await runs.store.input_items(id, owner)
         return json_response(page.of(items))
 
@@ -95,25 +94,14 @@ class StoredResponsesApi:
         return id, owner_of(request), self._runs
 
 
-def _pairs(request: Request) -> list[tuple[str, str]]:
-    """The query without what clients may send and no answer has."""
-    pairs = request.query_params.multi_items()
-    return [(name, text) for name, text in pairs if name not in _WITHOUT_EFFECT]
-
-
 def _starting_after(values: Mapping[str, str]) -> int | None:
     """The number of the event to continue after, -1 for all; None: no stream."""
-    is_stream = _STREAM.get(values.get("stream", "false").lower())
-    if is_stream is None:
-        raise InvalidRequest("'stream' should be true or false", param="stream")
+    is_stream = values.get("stream") == "true"
     text = values.get("starting_after")
     if text is None:
         return -1 if is_stream else None
     if not is_stream:
         message = "'starting_after' continues a stream; add stream=true"
-        raise InvalidRequest(message, param="starting_after")
-    if not re.fullmatch(r"[0-9]{1,15}", text):
-        message = "'starting_after' should be the sequence_number of an event, 0 or more"
         raise InvalidRequest(message, param="starting_after")
     return int(text)
 
