@@ -31,8 +31,7 @@ from mlx_lm.generate import generate_step, stream_generate
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.utils import load as load_mlx_lm
 
-from exo_node.mtp.steps import Prefilled
-from exo_node.mtp.types import GenerationStats, Sampling
+from exo_node.mtp.types import GenerationStats, Prefilled, Sampling
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.events import AnswerEnd, Delta
 from exo_node.shard.engine.parameters import Parameters

@@ -36,9 +36,8 @@ from exo_node.mtp.families.qwen35 import Qwen35Family
 from exo_node.mtp.families.table import prepare
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Drafts
-from exo_node.mtp.steps import Step
 from exo_node.mtp.targets import FamilyTarget
-from exo_node.mtp.types import Round, Sampling
+from exo_node.mtp.types import Round, Sampling, Step
 from exo_node.shard.engine.drafter import DraftModel
 from exo_node.shard.kernels.install import used
 from exo_node.shard.kernels.kernel_choice import Mode, choose_kernels

@@ -7,10 +7,9 @@ batch_verdict.py: the verdict over a batch's verify, in one read
 end_bar.py: end tokens get probability 0 until an answer is long enough
 finite.py: logits that are no distribution
 grammar.py: masks ids that a grammar does not allow
-image_blocks.py: masks of models whose image rows see all of their image
 logprobs.py: log-probabilities of emitted tokens
 lookup_probe.py: measured costs of rounds that copy
-placed_rope.py: rotary positions of requests with images
+placed_rope.py: positions, masks and features of requests with images
 probe.py: whether a verify computes the same bits as single steps
 processors.py: penalties and logit bias, row by row
 sampler.py: from logits to tokens and verdicts, for one request
@@ -18,7 +17,6 @@ sampling.py: the one target distribution, for drafts and their verification
 schedule.py: the ends of the forwards over a prompt
 seams.py: results of forwards, drafts, and the Protocol StopCondition
 stats.py: counts the rounds of an answer
-steps.py: the steps of an answer in progress
 targets.py: the target model: ids in, logits out
 types.py: Sampling, Round, GenerationStats; free of MLX
 """

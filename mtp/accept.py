@@ -21,14 +21,6 @@ class VerifyResult(NamedTuple):
         accepted, *tokens = as_ids(mx.concatenate([self.accepted[None], self.tokens]))
         return accepted, tokens[: accepted + 1]
 
-    def read_with(self, flags: mx.array | None) -> tuple[int, list[int], bool]:
-        """`read`, and in the same synchronisation whether all `flags` are true."""
-        if flags is None:
-            return *self.read(), True
-        parts = [self.accepted[None], flags.all()[None].astype(mx.int32), self.tokens]
-        accepted, flags_hold, *tokens = as_ids(mx.concatenate(parts))
-        return accepted, tokens[: accepted + 1], bool(flags_hold)
-
 
 Rule = Callable[[Distribution, Distribution, mx.array, Noise, int], VerifyResult]
 """(target of K+1 rows, draft of K, drafts (K,), noise, the first draft's position)."""

@@ -19,7 +19,7 @@ class RopePositions:
     """
 
     def __init__(self, section: Sequence[int] = (), *, joins_images: bool = False) -> None:
-        """`section`: pairs of numbers of a head that turn with time, height and width; empty:
+        """`section`: pairs of numbers of a head that turn with time, height and width, or empty if
         positions have one dimension. `joins_images`: see `join`."""
         self.section = tuple(section)
         self.joins_images = joins_images
@@ -125,7 +125,7 @@ def place_ropes(module: nn.Module, positions: RopePositions) -> None:
             each.positions = positions
 
 
-class _DeepLayer:
+class _DeepLayer(nn.Module):
     """A decoder layer whose output gets features of images added; see `RopePositions.deep`."""
 
     positions: RopePositions
@@ -137,13 +137,39 @@ class _DeepLayer:
         return out + deep[self.number] if deep else out
 
 
+class _WholeImageLayer(nn.Module):
+    """A decoder layer, taking (x, mask, cache), under the mask of `RopePositions.joined`."""
+
+    positions: RopePositions
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        mask = self.positions.joined(x.shape[1], mask, cache)
+        return cast("Any", super()).__call__(x, mask, cache)
+
+
 def deepen(layers: Sequence[nn.Module], positions: RopePositions) -> None:
     """Gives each of the model's first layers what `positions` adds to its output."""
     for number, layer in enumerate(layers):
-        kind = type(layer)
-        layer.__class__ = type(kind.__name__, (_DeepLayer, kind), {})
-        deep = cast("Any", layer)
-        deep.positions, deep.number = positions, number
+        _derive(layer, _DeepLayer, positions=positions, number=number)
+
+
+def see_whole_images(layers: Sequence[nn.Module], positions: RopePositions) -> None:
+    """Gives layers the images of `positions`, for models whose image rows see all of their image.
+
+    mlx-lm's text models are causal. In a forward with image rows a row also sees the rows of its
+    image after it. Those in front are as in any mask, so a sliding window stays one. All rows of an
+    image are in one forward.
+    """
+    for layer in layers:
+        _derive(layer, _WholeImageLayer, positions=positions)
+
+
+def _derive(layer: nn.Module, mixin: type[nn.Module], **attributes: Any) -> None:
+    """Puts `mixin` in front of a layer's class, and sets attributes that it reads."""
+    kind = type(layer)
+    layer.__class__ = type(kind.__name__, (mixin, kind), {})
+    for name, value in attributes.items():
+        setattr(layer, name, value)
 
 
 def rope_of_rows(rope: Any, first: Sequence[int]) -> tuple[Any, Sequence[int]]:

@@ -2,18 +2,11 @@
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 import mlx.core as mx
 
-from .types import (
-    TRACE_LENGTH,
-    AcceptanceRule,
-    CacheTier,
-    DrafterKind,
-    DraftPolicy,
-    GenerationStats,
-    Round,
-)
+from .types import TRACE_LENGTH, DrafterKind, GenerationStats, Round
 
 
 class StatsCollector:
@@ -79,70 +72,34 @@ class StatsCollector:
         """Whether it shared steps with other requests, and none of its rounds copied."""
         return self._batched > 0 and not self._copies[0]
 
-    def finish(
-        self,
-        *,
-        prompt_tokens: int,
-        rule: AcceptanceRule,
-        policy: DraftPolicy,
-        k: int,
-        reason: str,
-        resumes: int = 0,
-        depth_reason: str = "",
-        parked: bool = False,
-        kernels: tuple[str, ...] = (),
-        cached_tokens: int = 0,
-        batching_reason: str = "",
-        cached_tier: CacheTier = "",
-        lookup_reason: str = "",
-        loop_reason: str = "",
-    ) -> GenerationStats:
-        """`k`: the requested number of drafts, or 0 because of `reason`. `depth_reason`: why
-        the last round drafted as many tokens as it did. `parked`: whether the
-        draft head was turned off. `cached_tokens`: tokens of the prompt that came from the prefix
-        cache, in its tier `cached_tier`. `batching_reason`, `lookup_reason`: why the request shared
-        no forward, or copied none of its own tokens. `loop_reason`: why its repeats ended it.
-        """
+    def finish(self, given: GenerationStats) -> GenerationStats:
+        """`given`, which rounds do not show, with all that they and the clock do."""
         first_at = self._last_at if self._first_at is None else self._first_at
         to_first, decoding = first_at - self._started_at, self._last_at - first_at
-        width = k if k else 0
+        k, read = given.num_draft_tokens, given.prompt_tokens - given.cached_tokens
+        decoded = self._tokens - self._tokens_before
         copies, copied, stood = self._copies
-        return GenerationStats(
+        return replace(
+            given,
             drafter_kind=self._kind(k),
-            num_draft_tokens=k,
-            drafting_reason=reason,
-            acceptance_rule=rule,
-            prompt_tokens=prompt_tokens,
             completion_tokens=self._tokens,
             spec_decode_rounds=self._rounds,
             proposed_draft_tokens=self._drafted,
             accepted_draft_tokens=self._accepted,
-            accepted_per_position=tuple(_padded(self._per_position, width)),
+            accepted_per_position=tuple(_padded(self._per_position, k)),
             acceptance_rate=_share(self._accepted, self._drafted),
             accepted_share_of_output=_share(self._accepted, self._tokens) if k or copies else None,
-            draft_policy=policy,
             draft_k_trace=tuple(self._trace),
-            draft_k_histogram=tuple(_padded(self._k_histogram, width + 1)),
-            head_parked=parked,
-            depth_reason=depth_reason,
-            prompt_tps=(prompt_tokens - cached_tokens) / to_first if to_first > 0 else 0.0,
-            generation_tps=(
-                (self._tokens - self._tokens_before) / decoding if decoding > 0 else 0.0
-            ),
+            draft_k_histogram=tuple(_padded(self._k_histogram, k + 1)),
+            prompt_tps=read / to_first if to_first > 0 else 0.0,
+            generation_tps=decoded / decoding if decoding > 0 else 0.0,
             time_to_first_token_s=to_first,
             peak_memory_bytes=mx.get_peak_memory(),
-            resumes=resumes,
-            kernels=kernels,
-            cached_tokens=cached_tokens,
             batched_tokens=self._batched,
             batch_size=self._requests / self._forwards if self._forwards else 1.0,
-            batching_reason=batching_reason,
-            cached_tier=cached_tier,
             lookup_rounds=copies,
             lookup_proposed_tokens=copied,
             lookup_accepted_tokens=stood,
-            lookup_reason=lookup_reason,
-            loop_reason=loop_reason,
         )
 
     def _kind(self, k: int) -> DrafterKind:

@@ -1,6 +1,6 @@
 """Parameters and stats of a generation; free of mlx, so that the node shares them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 AcceptanceRule = Literal["greedy", "ratio", "block", "coupled"]
@@ -96,32 +96,55 @@ class Round:
     """Whether its drafts were copied from the prompt or the answer; else the head drafted them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """Progress through the prompt, in rows."""
+
+    rows: int
+    total: int
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Log-probabilities of the prompt's next tokens, if requested; the first token's is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """Progress through the rounds of an earlier attempt; at `total` new rounds follow."""
+
+    rounds: int
+    total: int
+
+
+Step: TypeAlias = Prefilled | Rebuilt | Round
+"""A step of an answer in progress."""
+
 CacheTier: TypeAlias = Literal["memory", "disk", "peer", ""]
-"""The place of the state after a cached prefix; "peer": another replica's runner. Empty: none."""
+"""The place of the state after a cached prefix, "peer" if another replica's runner had it; empty if
+there was none."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationStats:
     """The final numbers of one answer; times in seconds, rates in tokens per second.
 
+    `num_draft_tokens` is the requested number of drafts, or 0 because of `drafting_reason`.
     `draft_k_histogram[k]` counts the rounds that drafted k tokens, `draft_k_trace` lists them in
     order as (k, rounds in a row), its last TRACE_LENGTH entries. `depth_reason` is why the last
     round drafted as many tokens as it did. `acceptance_rate` is relative to proposed drafts,
     `accepted_share_of_output` to emitted tokens; None if there were none.
-    `kernels` names this project's kernels that were used; empty: only MLX's. `cached_tokens` of the
-    prompt came from the prefix cache, in its tier `cached_tier`; `prompt_tps` counts the others.
+    `kernels` names this project's kernels that were used, if any. `cached_tokens` of the prompt
+    came from the prefix cache, in its tier `cached_tier`; `prompt_tps` counts the others.
     `batched_tokens` came from forwards that other requests shared, `batch_size` is the mean number
     of requests in a forward, and `batching_reason` is why the request never shared one. All counts
     of drafts include those of `lookup_rounds`, which were copied from the prompt or the answer;
-    `lookup_reason` is why none could be. `loop_reason`: why the answer's repeats ended it.
+    `lookup_reason` is why none could be. `loop_reason` is why the answer's repeats ended it.
     """
 
-    drafter_kind: DrafterKind
-    num_draft_tokens: int
-    drafting_reason: str
-    acceptance_rule: AcceptanceRule
-    prompt_tokens: int
-    completion_tokens: int
+    drafter_kind: DrafterKind = "none"
+    num_draft_tokens: int = 0
+    drafting_reason: str = ""
+    acceptance_rule: AcceptanceRule = "greedy"
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
     spec_decode_rounds: int = 0
     proposed_draft_tokens: int = 0
     accepted_draft_tokens: int = 0
@@ -129,7 +152,7 @@ class GenerationStats:
     acceptance_rate: float | None = None
     accepted_share_of_output: float | None = None
     draft_policy: DraftPolicy = "none"
-    draft_k_histogram: tuple[int, ...] = field(default=())
+    draft_k_histogram: tuple[int, ...] = ()
     draft_k_trace: tuple[tuple[int, int], ...] = ()
     head_parked: bool = False
     depth_reason: str = ""

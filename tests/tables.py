@@ -18,8 +18,7 @@ from mlx_lm.models.cache import KVCache
 from exo_node.mtp.placed_rope import RopePositions
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import ForwardOutput, Want, as_ids
-from exo_node.mtp.steps import Step
-from exo_node.mtp.types import FinishReason, Round, Sampling
+from exo_node.mtp.types import FinishReason, Round, Sampling, Step
 from exo_node.shard.engine.drafter import DraftModel
 from exo_node.shard.engine.request import ReplayProgress
 from exo_node.shard.tools.bare_engine import bare_engine, bare_request

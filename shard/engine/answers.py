@@ -4,8 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ...mtp.stats import StatsCollector
-from ...mtp.steps import Prefilled, Rebuilt, Step
-from ...mtp.types import Round
+from ...mtp.types import Prefilled, Rebuilt, Round, Step
 from .compute import ComputeThread, as_exception
 from .events import Delta, EngineEvent, RebuiltText
 from .parameters import Parameters

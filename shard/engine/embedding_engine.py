@@ -199,16 +199,14 @@ class EmbeddingRun:
         self.begin()
 
     def _final_stats(self) -> GenerationStats:
-        return self._stats.finish(
+        given = GenerationStats(
+            drafting_reason=GENERATES_NOTHING,
             prompt_tokens=sum(map(len, self._request.prompts.values())),
-            rule="greedy",
-            policy="none",
-            k=0,
-            reason=GENERATES_NOTHING,
             resumes=self._request.attempt - 1,
             kernels=self._owner.kernels,
             batching_reason=self._owner.batching_reason,
         )
+        return self._stats.finish(given)
 
 
 class _NoAnswer:

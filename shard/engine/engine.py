@@ -8,8 +8,7 @@ from typing import Final
 
 import mlx.core as mx
 
-from ...mtp.steps import Prefilled, Rebuilt, Step
-from ...mtp.types import FinishReason, Round
+from ...mtp.types import FinishReason, Prefilled, Rebuilt, Round, Step
 from ...placement.errors import StateLost
 from .executor import Executor
 from .flight import Flight

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from ...mtp.steps import Prefilled
-from ...mtp.types import FinishReason, GenerationStats, Round
+from ...mtp.types import FinishReason, GenerationStats, Prefilled, Round
 
 
 @dataclass(frozen=True, slots=True)

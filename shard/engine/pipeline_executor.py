@@ -16,8 +16,7 @@ import mlx.core as mx
 from ...mtp.caches.rollback import cache_arrays
 from ...mtp.finite import NO_TOKEN, NotFinite
 from ...mtp.seams import ForwardOutput, Want, as_row
-from ...mtp.steps import Prefilled
-from ...mtp.types import FinishReason, Forward
+from ...mtp.types import FinishReason, Forward, Prefilled
 from ...placement.cluster import layer_range
 from ...placement.errors import ExoNodeError, InvalidFrame, NumericError
 from ...proto import peer_pb2 as pb

@@ -4,8 +4,7 @@ import mlx.core as mx
 
 from ...mtp.logprobs import score
 from ...mtp.seams import as_row
-from ...mtp.steps import Prefilled
-from ...mtp.types import TokenLogprobs
+from ...mtp.types import Prefilled, TokenLogprobs
 from .request import Request
 from .step_outcome import StepOutcome
 

@@ -8,8 +8,7 @@ from ...mtp.drafting.depth import DepthPolicy, FixedDepth, Plan
 from ...mtp.drafting.lookup_drafts import PromptLookup
 from ...mtp.sampler import Sampler
 from ...mtp.seams import StopCondition
-from ...mtp.steps import Step
-from ...mtp.types import CacheTier, FinishReason, Round
+from ...mtp.types import CacheTier, FinishReason, Round, Step
 from .loop_guard import LoopGuard
 from .parameters import Parameters
 from .prefixes.prompt_path import PromptPath

@@ -9,8 +9,7 @@ from ...mtp.batch_verdict import BatchVerdict, RowDrafts, judge
 from ...mtp.finite import tokens_of
 from ...mtp.sampling import greedy_choice
 from ...mtp.seams import as_row
-from ...mtp.steps import Step
-from ...mtp.types import FinishReason, Forward, Round
+from ...mtp.types import FinishReason, Forward, Round, Step
 from .request import Request
 
 SHARED: Final = "a forward that several requests shared failed"

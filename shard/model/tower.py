@@ -8,8 +8,7 @@ import mlx.core as mx
 from mlx import nn
 
 from ...mtp.families.weights import cast_parameters
-from ...mtp.image_blocks import see_whole_images
-from ...mtp.placed_rope import RopePositions, deepen, place_ropes
+from ...mtp.placed_rope import RopePositions, deepen, place_ropes, see_whole_images
 from ...mtp.schedule import MOST_SCORES
 from ...mtp.seams import FORWARD_FAULTS
 from ...placement.errors import InvalidRequest

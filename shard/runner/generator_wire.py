@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from ...mtp.steps import Prefilled
-from ...mtp.types import Forward, GenerationStats, Round, Sampling, TokenLogprobs
+from ...mtp.types import Forward, GenerationStats, Prefilled, Round, Sampling, TokenLogprobs
 from ...proto import peer_pb2 as pb
 from ..engine.events import AnswerEnd, Delta, EngineEvent, RebuiltText
 from ..model.stage_limits import StageLimits

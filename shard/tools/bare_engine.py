@@ -8,9 +8,8 @@ from ...mtp.drafting.lookup_drafts import PromptLookup
 from ...mtp.sampler import Sampler
 from ...mtp.schedule import prefill_ends
 from ...mtp.seams import StopCondition
-from ...mtp.steps import Step
 from ...mtp.targets import Target
-from ...mtp.types import FinishReason, Round, Sampling
+from ...mtp.types import FinishReason, Round, Sampling, Step
 from ...proto import peer_pb2 as pb
 from ..engine.drafter import DraftModel
 from ..engine.engine import Engine

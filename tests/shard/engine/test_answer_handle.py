@@ -9,7 +9,7 @@ import pytest
 from engines import request
 from small import PROMPT, small_engine
 
-from exo_node.mtp.steps import Prefilled
+from exo_node.mtp.types import Prefilled
 from exo_node.shard.engine.compute import ComputeThread
 from exo_node.shard.engine.events import AnswerEnd
 from exo_node.shard.engine.parameters import Parameters

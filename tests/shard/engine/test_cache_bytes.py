@@ -18,8 +18,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.deepseek_v41 import LayerCache
 
 from exo_node.mtp.caches.rollback import TapedCache, cache_arrays
-from exo_node.mtp.steps import Prefilled, Step
 from exo_node.mtp.targets import WholeTarget
+from exo_node.mtp.types import Prefilled, Step
 from exo_node.placement.ids import ModelId
 from exo_node.placement.parse_card import derive_card
 from exo_node.shard.tools.bare_engine import bare_engine, bare_request

@@ -12,8 +12,7 @@ from mlx_lm.utils import load_model
 from prefixes import FIRST, ROOM, SYSTEM, engine
 from small import small_checkpoint, small_engine
 
-from exo_node.mtp.steps import Prefilled
-from exo_node.mtp.types import Sampling, TokenLogprobs
+from exo_node.mtp.types import Prefilled, Sampling, TokenLogprobs
 from exo_node.shard.engine import text_engine
 from exo_node.shard.engine.events import AnswerEnd, Delta
 

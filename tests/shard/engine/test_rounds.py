@@ -17,8 +17,7 @@ from tables import (
     tell,
 )
 
-from exo_node.mtp.steps import Prefilled
-from exo_node.mtp.types import Forward, Round, Sampling
+from exo_node.mtp.types import Forward, Prefilled, Round, Sampling
 from exo_node.shard.engine.engine import CLEAR_EVERY
 from exo_node.shard.tools.bare_engine import bare_engine, bare_request, ids_of, rounds_of
 
