@@ -41,6 +41,5 @@ def force(control: LookupControl, policy: LengthPolicy) -> None:
 
     control.off_reason = control.shared_reason = ""
     control._lengths = (policy.longest,)  # pyright: ignore[reportPrivateUsage]
-    control.policy.allow([policy.longest], None)
-    control.policy.allow_in_place(policy.longest)
+    control.policy.allow([policy.longest], None, policy.longest)
     control.lookup = lookup

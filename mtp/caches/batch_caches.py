@@ -9,12 +9,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import mlx.core as mx
-from mlx_lm.models.cache import (
-    ArraysCache,
-    CacheList,
-    KVCache,
-    QuantizedKVCache,
-)
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
 
 from .batch_slots import ROOM, Change, copy_moving, pad_rows, place_rows, reorder, room_for
 from .positions import Positions
@@ -22,19 +17,13 @@ from .rollback import TapedCache, holds_rows, kept_row_index, state_arrays
 from .window import WindowCache, oldest_kept_row
 
 
-class BatchKVCache:
-    """The KV cache of one attention layer for a batch. The caller of a forward advances the
-    positions, which all layers share."""
+class _BatchRows:
+    """The rows of a batch, in arrays (slots, heads, room, size) of keys and values. The caller of a
+    forward advances the positions, which all layers share."""
 
-    left_aligned = True
-    """Makes this project's kernels read the buffers by `offset` alone, without the mask."""
-
-    def __init__(
-        self, keys: mx.array | None, values: mx.array | None, positions: Positions
-    ) -> None:
-        """`keys`, `values`: (slots, heads, room, size); None before the first rows."""
-        self.keys = keys
-        self.values = values
+    def __init__(self, arrays: Sequence[mx.array], positions: Positions) -> None:
+        """`arrays`: of keys, then as many of values; none before the first rows."""
+        self.arrays = list(arrays)
         self._positions = positions
         self._extent = 0
 
@@ -47,31 +36,15 @@ class BatchKVCache:
         """The rows of each request in the arrays."""
         return self._positions
 
-    @property
-    def known_rows(self) -> list[int] | None:
-        """The rows of each request; None where only the device counts them."""
-        return None if self._positions.on_device else self._positions.rows
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        """Keys and values, (slots, heads, room, size); none before the first rows."""
-        return [array for array in (self.keys, self.values) if array is not None]
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self.keys = _append_rows(self.keys, keys, self._counts)
-        self.values = _append_rows(self.values, values, self._counts)
-        self._extent = self._counts.extent(keys.shape[2])
-        return self.keys_and_values()
-
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """The rows that the last forward read, for layers that attend to another layer's cache."""
-        assert self.keys is not None and self.values is not None
-        size, extent = len(self._positions.rows), self._extent
-        return self.keys[:size, :, :extent], self.values[:size, :, :extent]
-
-    def change(self, change: Change, moving: "Moving", joins: Sequence[KVCache]) -> None:
+    def change(
+        self, change: Change, moving: "Moving", joins: Sequence[KVCache | QuantizedKVCache]
+    ) -> None:
         """Replaces members; see `change_all`."""
-        self.keys, self.values = _all_placed(self.arrays, change, moving, joins)
+        mine, *others = _filled([self.arrays, *(state_arrays(cache) for cache in joins)])
+        self.arrays = [
+            place_rows(array, change, moving[i], [each[i] for each in others])
+            for i, array in enumerate(mine)
+        ]
 
     def make_mask(
         self, rows: int, return_array: bool = False, window_size: int | None = None
@@ -83,18 +56,69 @@ class BatchKVCache:
     def is_trimmable(self) -> bool:
         return False
 
+    def _append(self, new: Sequence[mx.array]) -> None:
+        """Writes each request's rows, (B, heads, n, size) for each array, after its own."""
+        arrays = self.arrays or [each[:, :, :0] for each in new]
+        self.arrays = [
+            _append_rows(array, rows, self._counts) for array, rows in zip(arrays, new, strict=True)
+        ]
+        self._extent = self._counts.extent(new[0].shape[2])
+
+    def _read(self) -> list[mx.array]:
+        """The rows that the last forward read."""
+        size = len(self._positions.rows)
+        return [array[:size, :, : self._extent] for array in self.arrays]
+
+    def _of(self, index: int) -> list[mx.array]:
+        """Views of one request's rows."""
+        room = room_for(self._counts.rows[index])
+        return [array[index : index + 1, :, :room] for array in self.arrays]
+
+
+class BatchKVCache(_BatchRows):
+    """The KV cache of one attention layer for a batch."""
+
+    left_aligned = True
+    """Makes this project's kernels read the buffers by `offset` alone, without the mask."""
+
+    @property
+    def keys(self) -> mx.array | None:
+        return self.arrays[0] if self.arrays else None
+
+    @keys.setter
+    def keys(self, array: mx.array) -> None:
+        self.arrays[0] = array
+
+    @property
+    def values(self) -> mx.array | None:
+        return self.arrays[1] if self.arrays else None
+
+    @values.setter
+    def values(self, array: mx.array) -> None:
+        self.arrays[1] = array
+
+    @property
+    def known_rows(self) -> list[int] | None:
+        """The rows of each request, or None where only the device counts them."""
+        return None if self._positions.on_device else self._positions.rows
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self._append((keys, values))
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """The rows that the last forward read, for layers that attend to another layer's cache."""
+        keys, values = self._read()
+        return keys, values
+
     def of(self, index: int) -> KVCache:
         """One request's cache, of views."""
-        return self._filled(KVCache(), index)
+        return self._fill(KVCache(), index)
 
-    def _filled(self, cache: KVCache, index: int) -> KVCache:
-        if self.keys is None or self.values is None:
-            return cache
-        cache.offset = self._positions.rows[index]
-        room = room_for(self._counts.rows[index])
-        cache.keys, cache.values = (
-            a[index : index + 1, :, :room] for a in (self.keys, self.values)
-        )
+    def _fill(self, cache: KVCache, index: int) -> KVCache:
+        if self.arrays:
+            cache.offset = self._positions.rows[index]
+            cache.keys, cache.values = self._of(index)
         return cache
 
 
@@ -104,14 +128,10 @@ class BatchWindowCache(BatchKVCache):
     left_aligned = False
 
     def __init__(
-        self,
-        of: Sequence[WindowCache],
-        keys: mx.array | None,
-        values: mx.array | None,
-        positions: Positions,
+        self, of: Sequence[WindowCache], arrays: Sequence[mx.array], positions: Positions
     ) -> None:
-        """`of`: the requests' own caches, whose first rows are those of `keys` and `values`."""
-        super().__init__(keys, values, positions)
+        """`of`: the requests' own caches, whose first rows are those of `arrays`."""
+        super().__init__(arrays, positions)
         self._size = of[0].max_size
         self._starts = tuple(cache.start for cache in of)
 
@@ -132,10 +152,12 @@ class BatchWindowCache(BatchKVCache):
         if starts == self._starts:
             return
         moves = [new - old for new, old in zip(starts, self._starts, strict=True)]
-        self.keys, self.values = (_moved_forward(array, moves) for array in self.arrays)
+        self.arrays = [_moved_forward(array, moves) for array in self.arrays]
         self._starts = starts
 
-    def change(self, change: Change, moving: "Moving", joins: Sequence[KVCache]) -> None:
+    def change(
+        self, change: Change, moving: "Moving", joins: Sequence[KVCache | QuantizedKVCache]
+    ) -> None:
         """Replaces members; see `change_all`."""
         parts = [cast("WindowCache", cache).trimmed() for cache in joins]
         staying = [self._starts[index] for index in change.order]
@@ -154,7 +176,7 @@ class BatchWindowCache(BatchKVCache):
         """One request's cache, of views."""
         cache = WindowCache(self._size)
         cache.start = self._starts[index]
-        _ = self._filled(cache, index)
+        _ = self._fill(cache, index)
         return cache
 
 
@@ -181,61 +203,32 @@ class BatchCacheList(CacheList):
         return CacheList(*(part.of(index) for part in self.caches))
 
 
-class BatchQuantizedKVCache:
-    """A `BatchKVCache` of quantised rows, each quantised by itself."""
+class BatchQuantizedKVCache(_BatchRows):
+    """The same with quantised rows, each by itself; three arrays of keys and three of values."""
 
     def __init__(
         self, of: QuantizedKVCache, arrays: Sequence[mx.array], positions: Positions
     ) -> None:
-        """`of`: one request's cache. `arrays`: three arrays each, or none."""
+        """`of`: one request's cache."""
+        super().__init__(arrays, positions)
         self.group_size: int = of.group_size
         self.bits: int = of.bits
-        self._arrays: list[mx.array | None] = list(arrays) or [None] * 6
-        self._positions = positions
-
-    @property
-    def offset(self) -> mx.array:
-        return self._positions.array
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        """Three arrays of keys and three of values; none before the first rows."""
-        return [array for array in self._arrays if array is not None]
 
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
     ) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...]]:
-        new = [a for each in (keys, values) for a in mx.quantize(each, self.group_size, self.bits)]
-        pairs = zip(self._arrays, new, strict=True)
-        arrays = [_append_rows(array, rows, self._positions) for array, rows in pairs]
-        self._arrays = list(arrays)
-        extent = self._positions.extent(keys.shape[2])
-        read = tuple(array[: len(self._positions.rows), :, :extent] for array in arrays)
+        halves = (mx.quantize(each, self.group_size, self.bits) for each in (keys, values))
+        self._append([array for half in halves for array in half])
+        read = tuple(self._read())
         return read[:3], read[3:]
-
-    def change(self, change: Change, moving: "Moving", joins: Sequence[QuantizedKVCache]) -> None:
-        """Replaces members; see `change_all`."""
-        self._arrays = list(_all_placed(self.arrays, change, moving, joins))
-
-    def make_mask(
-        self, rows: int, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array:
-        """See `BatchKVCache.make_mask`."""
-        del return_array
-        return self._positions.mask(rows, window_size)
-
-    def is_trimmable(self) -> bool:
-        return False
 
     def of(self, index: int) -> QuantizedKVCache:
         """One request's cache, of views."""
         cache = QuantizedKVCache(self.group_size, self.bits)
-        if not self.arrays:
-            return cache
-        cache.offset = self._positions.rows[index]
-        room = room_for(cache.offset)
-        arrays = tuple(a[index : index + 1, :, :room] for a in self.arrays)
-        cache.keys, cache.values = arrays[:3], arrays[3:]
+        if self.arrays:
+            cache.offset = self._positions.rows[index]
+            arrays = tuple(self._of(index))
+            cache.keys, cache.values = arrays[:3], arrays[3:]
         return cache
 
 
@@ -324,19 +317,6 @@ def keep_rows(caches: Sequence[BatchCache], row_counts: mx.array) -> None:
             cache.keep(at)
 
 
-def _all_placed(
-    arrays: list[mx.array],
-    change: Change,
-    moving: Moving,
-    joins: Sequence[KVCache | QuantizedKVCache],
-) -> list[mx.array]:
-    rows = _filled([arrays, *(state_arrays(cache) for cache in joins)])[1:]
-    return [
-        place_rows(array, change, moving[i], [each[i] for each in rows])
-        for i, array in enumerate(arrays)
-    ]
-
-
 def _align_layer(layer: list[Any], positions: Positions, ahead: int) -> BatchCache:
     if isinstance(layer[0], ArraysCache):
         joined = BatchTapedCache(layer[0])
@@ -361,10 +341,9 @@ def _align_layer(layer: list[Any], positions: Positions, ahead: int) -> BatchCac
     ]
     if isinstance(layer[0], QuantizedKVCache):
         return BatchQuantizedKVCache(layer[0], arrays, positions)
-    keys, values = arrays or (None, None)
     if isinstance(layer[0], WindowCache):
-        return BatchWindowCache(layer, keys, values, positions)
-    return BatchKVCache(keys, values, positions)
+        return BatchWindowCache(layer, arrays, positions)
+    return BatchKVCache(arrays, positions)
 
 
 def _filled(states: Sequence[list[mx.array]]) -> list[list[mx.array]]:
@@ -387,12 +366,12 @@ def _moved_forward(array: mx.array, moves: Sequence[int]) -> mx.array:
     return mx.take_along_axis(array, mx.broadcast_to(at, array.shape), axis=2)
 
 
-def _append_rows(array: mx.array | None, rows: mx.array, positions: Positions) -> mx.array:
+def _append_rows(array: mx.array, rows: mx.array, positions: Positions) -> mx.array:
     """Writes each request's `rows` (B, …) after its own, into (slots, heads, room, size)."""
     count = rows.shape[2]
     extent = positions.extent(count)
-    if array is None or extent > array.shape[2]:
-        array = pad_rows(rows[:, :, :0] if array is None else array, room_for(extent))
+    if extent > array.shape[2]:
+        array = pad_rows(array, room_for(extent))
     if spare := array.shape[0] - rows.shape[0]:
         rows = mx.pad(rows, [(0, spare), (0, 0), (0, 0), (0, 0)])
     at = mx.broadcast_to(positions.places(count, array.shape[0]), rows.shape)

@@ -5,17 +5,13 @@ The best K, which may be 0, has the most expected tokens of all requests per sec
 the head must read rows before it drafts, which adds to the cost of drafting.
 """
 
-import statistics
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from .costs import bounded
+from .costs import ENOUGH, RecentSeconds, bounded
 from .depth import HYSTERESIS, expected_tokens, speed_list
 
-RECENT: Final = 15
-ENOUGH: Final = 3
 LOOK_EVERY: Final = 64
 """Minimum of rounds between trials of a neighbouring K: costs change as contexts grow."""
 LOOK_SHARE: Final = 0.02
@@ -57,7 +53,8 @@ class BatchDepth:
     """Records the seconds of rounds by batch size and K, and chooses the next K."""
 
     def __init__(self) -> None:
-        self._cells: dict[tuple[int, int], deque[float]] = {}
+        self._cells = RecentSeconds[tuple[int, int]]()
+        """Seconds of a request's share of rounds, by (bucket of sizes, K)."""
         self._k: dict[int, int] = {}
         self._intervals: dict[int, _LookInterval] = {}
         self._row = 0.0
@@ -66,7 +63,7 @@ class BatchDepth:
         """The last choice."""
 
     def reason(self) -> str:
-        """Why the last choice was made, for a person."""
+        """Why the last choice was made."""
         demands, k = self._last
         bucket = size_bucket(len(demands))
         chosen = f"K = {k} for {len(demands)} requests together"
@@ -145,26 +142,26 @@ class BatchDepth:
         interval = self._intervals.setdefault(bucket, _LookInterval())
         interval.rounds += 1
         interval.seconds += seconds
-        self._cells.setdefault((bucket, k), deque(maxlen=RECENT)).append(seconds / size)
+        self._cells.add((bucket, k), seconds / size)
 
     def seconds(self, size: int, k: int) -> float | None:
         """Seconds of a round of `size` requests and `k` drafts; None if too little was measured."""
-        bucket = size_bucket(size)
-        return self._seconds(bucket, k) * size if self._is_measured(bucket, k) else None
+        share = self._cells.cost((size_bucket(size), k))
+        return None if share is None else share * size
 
     def _begin(self, bucket: int) -> int:
         if not self._k:
             return 0
-        return self._k[
-            min(self._k, key=lambda bucket_of_k: (abs(bucket_of_k - bucket), bucket_of_k))
-        ]
+        return self._k[min(self._k, key=lambda other: (abs(other - bucket), other))]
 
     def _is_measured(self, bucket: int, k: int) -> bool:
-        return len(self._cells.get((bucket, k), ())) >= ENOUGH
+        return self._cells.cost((bucket, k)) is not None
 
     def _seconds(self, bucket: int, k: int) -> float:
-        """Median seconds of a round, divided by its requests."""
-        return statistics.median(self._cells[bucket, k])
+        """Median seconds of a measured round, divided by its requests."""
+        share = self._cells.cost((bucket, k))
+        assert share is not None
+        return share
 
     def _rate(
         self, bucket: int, k: int, demands: Sequence[DraftDemand], more: float = 0.0

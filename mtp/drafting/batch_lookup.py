@@ -5,12 +5,11 @@ drafts at the same width where more of its tokens are expected to stand; that co
 round must pay for everybody's padding: it needs more tokens of all requests for its seconds.
 """
 
-import statistics
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from .batch_depth import BatchDepth, DraftDemand, size_bucket
+from .costs import RecentSeconds
 from .depth import expected_tokens
 from .lookup_length import MARGIN
 
@@ -19,8 +18,6 @@ MAX_ROUND_ROWS: Final = 64
 MAX_LENGTH: Final = 15
 """Copied tokens of a round that is shared: a kernel that keeps states has one after each of 16
 rows, from which requests may keep different numbers of rows."""
-RECENT: Final = 15
-ENOUGH: Final = 3
 FORGET_AFTER: Final = 512
 """Rounds in which the costs of the load would have chosen a width that was measured as too dear,
 until it is measured again: ENOUGH of them, of which each may cost several plain ones."""
@@ -62,21 +59,21 @@ class BatchPolicy:
         self.depth = BatchDepth()
         self._lengths: Sequence[int] = ()
         self._ratios: Mapping[tuple[int, int], float] | None = {}
-        """Seconds of a round by (requests, width), relative to a plain one; None: all cost the
-        same."""
+        """Seconds of a round by (requests, width), relative to a plain one, or None if all cost
+        the same."""
         self._exact_head = 0
-        self._cells: dict[tuple[int, int, int], deque[float]] = {}
-        """Recent seconds of a request's share of rounds, by (bucket of sizes, width, head)."""
+        self._cells = RecentSeconds[tuple[int, int, int]]()
+        """Seconds of a request's share of rounds, by (bucket of sizes, width, head)."""
         self._passed: dict[tuple[int, int, int], int] = {}
 
-    def allow(self, lengths: Sequence[int], ratios: Mapping[tuple[int, int], float] | None) -> None:
-        """Allows copies of `lengths`, which are exact in batches. `ratios`: the seconds of rounds
-        by (requests, length), relative to plain ones, or None if all cost the same."""
+    def allow(
+        self, lengths: Sequence[int], ratios: Mapping[tuple[int, int], float] | None, head: int = 0
+    ) -> None:
+        """Allows copies of `lengths`, and in place of up to `head` drafts of the head. All of them
+        are exact in batches. `ratios`: the seconds of rounds by (requests, length), relative to
+        plain ones, or None if all cost the same."""
         self._lengths = sorted(length for length in lengths if length <= MAX_LENGTH)
         self._ratios = ratios
-
-    def allow_in_place(self, head: int) -> None:
-        """Allows copies in place of up to `head` drafts of the head, which are exact in batches."""
         self._exact_head = head
 
     @property
@@ -117,7 +114,7 @@ class BatchPolicy:
             self.depth.learn(size, drafted, seconds)
             return
         cell = size_bucket(size), choice.width, choice.head
-        self._cells.setdefault(cell, deque(maxlen=RECENT)).append(seconds / size)
+        self._cells.add(cell, seconds / size)
 
     def _seconds(self, size: int, width: int, head: int) -> float | None:
         """Seconds of a round; None if too little was measured."""
@@ -125,10 +122,8 @@ class BatchPolicy:
             return 1.0
         if width == head:
             return self.depth.seconds(size, head)
-        cell = self._cells.get((size_bucket(size), width, head), ())
-        if len(cell) >= ENOUGH:
-            return statistics.median(cell) * size
-        return self._estimate(size, width, head)
+        share = self._cells.cost((size_bucket(size), width, head))
+        return self._estimate(size, width, head) if share is None else share * size
 
     def _estimate(self, size: int, width: int, head: int) -> float | None:
         """The same by the costs that were measured as the model was loaded."""

@@ -2,8 +2,9 @@
 
 import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 RECENT = 15
 """Measurements per cell, the latest ones; their median is the cell's cost."""
@@ -14,6 +15,19 @@ LONGEST_S = 3600.0
 PACE_ROUNDS = 9
 """Rounds that show how fast the machine is at present."""
 SHORTEST_BUCKET = 512
+Cell = TypeVar("Cell", bound=Hashable)
+
+
+class RecentSeconds(dict[Cell, deque[float]]):
+    """The latest measurements of each cell."""
+
+    def add(self, cell: Cell, seconds: float) -> None:
+        self.setdefault(cell, deque(maxlen=RECENT)).append(seconds)
+
+    def cost(self, cell: Cell) -> float | None:
+        """The median of a cell, or None if it has too few measurements."""
+        seconds = self.get(cell, ())
+        return statistics.median(seconds) if len(seconds) >= ENOUGH else None
 
 
 def bounded(seconds: Sequence[float]) -> list[float]:
@@ -51,9 +65,9 @@ class RoundCosts:
         """Seconds of all rounds."""
         self._tried_at: dict[int, float] = {}
         """`_spent` when a depth was last tried."""
-        self._cells: dict[tuple[int, int], deque[float]] = {
-            cell: deque(seconds, RECENT) for cell, seconds in (cells or {}).items()
-        }
+        self._cells = RecentSeconds[tuple[int, int]](
+            (cell, deque(seconds, RECENT)) for cell, seconds in (cells or {}).items()
+        )
 
     def add(self, position: int, k: int, seconds: float, *, is_trial: bool = False) -> None:
         """Adds a measurement, unless no round can take that long: a stopped clock, a debugger.
@@ -64,9 +78,9 @@ class RoundCosts:
             return
         self._spent += seconds
         cell = (bucket_of(position), k)
-        if not is_trial and (measured := self._measured(*cell)) is not None:
+        if not is_trial and (measured := self._cells.cost(cell)) is not None:
             self._paces.append(seconds / measured)
-        self._cells.setdefault(cell, deque(maxlen=RECENT)).append(seconds / self._pace)
+        self._cells.add(cell, seconds / self._pace)
 
     def seconds_since_trial(self, k: int) -> float:
         """Seconds of all rounds since a policy last tried this depth in place of its best."""
@@ -94,10 +108,11 @@ class RoundCosts:
         return statistics.median(self._paces) if len(self._paces) >= ENOUGH else 1.0
 
     def _usual_seconds(self, bucket: int, k: int) -> float | None:
-        if (measured := self._measured(bucket, k)) is not None:
+        if (measured := self._cells.cost((bucket, k))) is not None:
             return measured
-        for near in self._buckets_from(bucket):
-            if (there := self._measured(near, k)) is not None:
+        buckets = {other for other, _ in self._cells} - {bucket}
+        for near in sorted(buckets, key=lambda other: (abs(other - bucket), other)):
+            if (there := self._cells.cost((near, k))) is not None:
                 return there * self._scale(near, bucket)
         if k in self._probed:
             return self._probed[k] * self._probe_scale(bucket)
@@ -105,7 +120,7 @@ class RoundCosts:
 
     def is_measured(self, position: int, k: int) -> bool:
         """Whether a round of `k` drafts was measured after about that many rows."""
-        return self._measured(bucket_of(position), k) is not None
+        return self._cells.cost((bucket_of(position), k)) is not None
 
     def cells(self) -> Iterator[tuple[int, int, tuple[float, ...]]]:
         """(bucket, k, recent seconds) of all cells, to be saved."""
@@ -117,23 +132,16 @@ class RoundCosts:
         """Seconds of the probed rounds, in the order of their numbers of drafts."""
         return tuple(self._probed.values())
 
-    def _measured(self, bucket: int, k: int) -> float | None:
-        seconds = self._cells.get((bucket, k))
-        return statistics.median(seconds) if seconds and len(seconds) >= ENOUGH else None
-
-    def _buckets_from(self, bucket: int) -> list[int]:
-        return sorted({b for b, _ in self._cells} - {bucket}, key=lambda b: (abs(b - bucket), b))
-
     def _scale(self, near: int, bucket: int) -> float:
         """The cost of `bucket` relative to `near`, from the first depth measured in both."""
         for _, k in sorted(self._cells):
-            here, there = self._measured(bucket, k), self._measured(near, k)
+            here, there = self._cells.cost((bucket, k)), self._cells.cost((near, k))
             if here is not None and there is not None:
                 return here / there
         return 1.0
 
     def _probe_scale(self, bucket: int) -> float:
         for k, probed in self._probed.items():
-            if (here := self._measured(bucket, k)) is not None:
+            if (here := self._cells.cost((bucket, k))) is not None:
                 return here / probed
         return 1.0

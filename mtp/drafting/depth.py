@@ -8,7 +8,7 @@ other depths are tried at intervals.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 from .costs import ENOUGH, RoundCosts, bounded
 
@@ -38,29 +38,13 @@ class Plan:
     rounds: int
 
 
-class DepthPolicy(Protocol):
-    """Decides depths for one answer and learns from its rounds."""
-
-    def plan(self, position: int) -> Plan:
-        """The next rounds, after `position` committed rows."""
-        ...
-
-    def learn(self, k: int, accepted: int, position: int, seconds: float) -> None:
-        """Records a round of `k` drafts, or a plain token (k = 0), that began at `position`."""
-        ...
-
-    def reason(self, position: int) -> str:
-        """Why rounds after `position` rows draft as many tokens as they do, for a person."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class FixedDepth:
     """Always the same number of drafts."""
 
     k: int
     source: str = "as requested"
-    """The source of `k`, for a person."""
+    """Where `k` comes from."""
 
     def plan(self, position: int) -> Plan:
         del position
@@ -74,23 +58,31 @@ class FixedDepth:
         return f"K = {self.k} in every round: {self.source}"
 
 
-class Acceptance:
-    """Probabilities that draft j is accepted after the ones before it, from decayed counts."""
+class DecayedShares:
+    """Counts of observations and of the hits among them, by kind; newer ones weigh more."""
 
-    def __init__(self, prior: Sequence[float], weight: float = PRIOR_WEIGHT) -> None:
-        """`prior[j]` counts for `weight` observations of draft j + 1."""
-        self._seen = [weight] * len(prior)
-        self._accepted = [weight * p for p in prior]
+    def __init__(self, counts: Sequence[float], hits: Sequence[float], memory: float) -> None:
+        """`memory`: decay of an observation's weight with each newer one of its kind."""
+        self.counts, self.hits = list(counts), list(hits)
+        self._memory = memory
+
+    def observe(self, kind: int, *, is_hit: bool) -> None:
+        self.counts[kind] = self._memory * self.counts[kind] + 1
+        self.hits[kind] = self._memory * self.hits[kind] + is_hit
+
+    @property
+    def shares(self) -> list[float]:
+        """The share of hits, by kind."""
+        return [hits / count for hits, count in zip(self.hits, self.counts, strict=True)]
+
+
+class Acceptance(DecayedShares):
+    """Shares of drafts that were accepted after the ones before them, by depth."""
 
     def add(self, drafted: int, accepted: int) -> None:
         """Counts a round. Drafts after the first rejected one are not observed."""
         for j in range(min(drafted, accepted + 1)):
-            self._seen[j] = MEMORY * self._seen[j] + 1
-            self._accepted[j] = MEMORY * self._accepted[j] + (j < accepted)
-
-    @property
-    def probabilities(self) -> list[float]:
-        return [a / n for a, n in zip(self._accepted, self._seen, strict=True)]
+            self.observe(j, is_hit=j < accepted)
 
 
 def expected_tokens(probabilities: Sequence[float], k: int) -> float:
@@ -103,7 +95,7 @@ def expected_tokens(probabilities: Sequence[float], k: int) -> float:
 
 
 def speed_list(speeds: Sequence[float]) -> str:
-    """The expected speeds of K = 0, 1, …, relative to plain decoding, for a person."""
+    """The expected speeds of K = 0, 1, …, relative to plain decoding."""
     listed = ", ".join(f"{speed:.2f}" for speed in speeds)
     return f"expected speeds {listed} times plain decoding for K = 0 to {len(speeds) - 1}"
 
@@ -124,12 +116,13 @@ class AdaptiveDepth:
         costs: RoundCosts,
         source: str = "the default",
     ) -> None:
-        """`source`: where `default` comes from, for a person."""
+        """`source`: where `default` comes from."""
         self._ceiling = ceiling
         self._source = source
         self._prior = prior
         self._costs = costs
-        self.acceptance = Acceptance([prior.probability(j) for j in range(ceiling)])
+        hits = [PRIOR_WEIGHT * prior.probability(j) for j in range(ceiling)]
+        self.acceptance = Acceptance([PRIOR_WEIGHT] * ceiling, hits, MEMORY)
         self._k = min(default, ceiling)
         self._stretch = FIRST_STRETCH
         self._until_look = FIRST_STRETCH
@@ -138,17 +131,19 @@ class AdaptiveDepth:
         self._learned = 0
 
     def plan(self, position: int) -> Plan:
+        """The next rounds, after `position` committed rows."""
         if self._look is None:
             self._k = self._best(position)
-            if self._until_look > 0:
-                return Plan(self._k, 1 if self._k else self._until_look)
-            self._look = self._next_look(position)
-            if self._look is None:
-                self._until_look = self._stretch
-                return Plan(self._k, 1 if self._k else self._until_look)
-        return Plan(self._look.k, 1 if self._look.k else self._look.rounds_left)
+            if self._until_look <= 0:
+                self._look = self._next_look(position)
+                if self._look is None:
+                    self._until_look = self._stretch
+        if self._look is not None:
+            return Plan(self._look.k, 1 if self._look.k else self._look.rounds_left)
+        return Plan(self._k, 1 if self._k else self._until_look)
 
     def learn(self, k: int, accepted: int, position: int, seconds: float) -> None:
+        """Records a round of `k` drafts, or a plain token (k = 0), that began at `position`."""
         is_trial = self._look is not None and k == self._look.k
         self._costs.add(position, k, seconds, is_trial=is_trial)
         self._learned += 1
@@ -169,8 +164,8 @@ class AdaptiveDepth:
 
     @property
     def plain_seconds(self) -> float | None:
-        """Seconds of a plain token in a short context, as rounds of any depth show them; None: this
-        answer had too few of its own."""
+        """Seconds of a plain token in a short context, as rounds of any depth show them, or None if
+        this answer had too few of its own."""
         return self._costs.seconds(0, 0) if self._learned >= ENOUGH else None
 
     @property
@@ -180,6 +175,7 @@ class AdaptiveDepth:
         return max(rates) / rates[0] if rates else 0.0
 
     def reason(self, position: int) -> str:
+        """Why rounds after `position` rows draft as many tokens as they do."""
         k = self._k if self._look is None else self._look.k
         rates = self._rates(position) if self._prior.is_known else []
         if not rates:
@@ -217,25 +213,23 @@ class AdaptiveDepth:
             return True
         tokens = rates[k] * seconds
         if k > self._k:
-            tokens = expected_tokens([*self.acceptance.probabilities[: k - 1], 1.0], k)
-        rounds = LOOK_ROUNDS if k else LOOK_TOKENS
-        loss = rounds * (seconds - tokens / rates[self._k])
+            tokens = expected_tokens([*self.acceptance.shares[: k - 1], 1.0], k)
+        loss = _trial_rounds(k) * (seconds - tokens / rates[self._k])
         return loss <= LOOK_SHARE * self._costs.seconds_since_trial(k)
 
     def _look_at(self, k: int, position: int) -> "Exploration":
         self._costs.begin_trial(position, k)
-        return Exploration(k, LOOK_ROUNDS if k else LOOK_TOKENS)
+        return Exploration(k, _trial_rounds(k))
 
     def _end_look(self, look: "Exploration", position: int) -> None:
         """Schedules the next trial: soon if this one went well, whatever the estimates are."""
         self._look = None
-        rounds = LOOK_ROUNDS if look.k else LOOK_TOKENS
         seconds = self._costs.seconds(position, look.k)
         rates = self._rates(position)
         if not rates:
             self._until_look = 0
             return
-        paid = seconds is not None and look.emitted / rounds / seconds
+        paid = seconds is not None and look.emitted / _trial_rounds(look.k) / seconds
         good = bool(paid) and paid > HYSTERESIS * rates[self._k]
         self._stretch = FIRST_STRETCH if good else min(2 * self._stretch, LONGEST_STRETCH)
         self._until_look = self._stretch
@@ -249,12 +243,16 @@ class AdaptiveDepth:
 
     def _rates(self, position: int) -> list[float]:
         """Tokens per second by depth; empty if the cost of some depth has no estimate."""
-        p = self.acceptance.probabilities
+        p = self.acceptance.shares
         measured = [self._costs.seconds(position, k) for k in range(self._ceiling + 1)]
         seconds = [s for s in measured if s is not None]
         if len(seconds) < len(measured):
             return []
         return [expected_tokens(p, k) / s for k, s in enumerate(bounded(seconds))]
+
+
+def _trial_rounds(k: int) -> int:
+    return LOOK_ROUNDS if k else LOOK_TOKENS
 
 
 @dataclass(slots=True)
@@ -266,16 +264,14 @@ class Exploration:
     emitted: int = 0
 
 
-class Prior:
+class Prior(Acceptance):
     """Acceptance over all answers of a model, with slow decay; shared by answers and saved."""
 
-    MEMORY = 0.998
     ENOUGH = 8.0
 
     def __init__(self, counts: Sequence[float] = (), accepted: Sequence[float] = ()) -> None:
         """`counts[j]`: observations of draft j + 1, decayed; `accepted[j]`: of its acceptance."""
-        self.counts = list(counts)
-        self.accepted = list(accepted)
+        super().__init__(counts, accepted, 0.998)
 
     @property
     def is_known(self) -> bool:
@@ -286,14 +282,15 @@ class Prior:
         """Acceptance probability of draft j + 1, or of the deepest draft that was observed."""
         for depth in range(min(j, len(self.counts) - 1), -1, -1):
             if self.counts[depth] >= 1:
-                return self.accepted[depth] / self.counts[depth]
+                return self.hits[depth] / self.counts[depth]
         return 0.5
 
     def add(self, drafted: int, accepted: int) -> None:
-        reached = min(drafted, accepted + 1)
-        missing = reached - len(self.counts)
+        missing = min(drafted, accepted + 1) - len(self.counts)
         self.counts += [0.0] * missing
-        self.accepted += [0.0] * missing
-        for j in range(reached):
-            self.counts[j] = self.MEMORY * self.counts[j] + 1
-            self.accepted[j] = self.MEMORY * self.accepted[j] + (j < accepted)
+        self.hits += [0.0] * missing
+        super().add(drafted, accepted)
+
+
+DepthPolicy: TypeAlias = FixedDepth | AdaptiveDepth
+"""Decides depths for one answer and learns from its rounds."""

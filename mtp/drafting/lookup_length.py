@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from .costs import RoundCosts
+from .depth import DecayedShares
 from .lookup import Resumed
 
 MATCH_LENGTHS: Final = (3, 4, 5, 8, 16)
@@ -30,26 +31,19 @@ RATE_MEMORY: Final = 0.9
 ENOUGH_ROUNDS: Final = 3
 
 
-class CopyEvidence:
-    """The chances that the token after a match is right, by class of match length."""
+class CopyEvidence(DecayedShares):
+    """Shares of tokens after a match that were right, by class of match length."""
 
     def __init__(
         self, chances: Sequence[float] = FIRST_CHANCES, memory: float = MODEL_MEMORY
     ) -> None:
-        self._memory = memory
-        self._seen = [PRIOR_WEIGHT] * len(chances)
-        self._right = [PRIOR_WEIGHT * chance for chance in chances]
-
-    @property
-    def chances(self) -> list[float]:
-        """The share of copies that were right, by class: of match lengths, and resumed."""
-        return [right / count for right, count in zip(self._right, self._seen, strict=True)]
+        """`chances`: the shares to begin with."""
+        hits = [PRIOR_WEIGHT * chance for chance in chances]
+        super().__init__([PRIOR_WEIGHT] * len(chances), hits, memory)
 
     def add(self, length: int, *, is_right: bool, resumed: Resumed = 0) -> None:
         """Records whether the token after a match of `length` was right."""
-        kind = _class_of(length, resumed)
-        self._seen[kind] = self._memory * self._seen[kind] + 1
-        self._right[kind] = self._memory * self._right[kind] + is_right
+        self.observe(_class_of(length, resumed), is_hit=is_right)
 
 
 class LengthPolicy(Protocol):
@@ -112,7 +106,7 @@ class AdaptiveLength:
         self._lengths = lengths
         self._costs = costs
         self._shared_evidence = evidence
-        self._evidence = CopyEvidence(evidence.chances, ANSWER_MEMORY)
+        self._evidence = CopyEvidence(evidence.shares, ANSWER_MEMORY)
         self._tokens = self._seconds = 0.0
         """Tokens and seconds of the last rounds that did not copy, decayed."""
         self._rounds = 0
@@ -136,7 +130,7 @@ class AdaptiveLength:
         return best
 
     def reached(self, match_length: int, count: int, *, resumed: Resumed = 0) -> list[float]:
-        chances, all_stand = self._evidence.chances, 1.0
+        chances, all_stand = self._evidence.shares, 1.0
         reached = list[float]()
         for copied in range(min(count, self.longest)):
             all_stand *= chances[_class_of(match_length + copied, 0 if copied else resumed)]

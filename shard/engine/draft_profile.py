@@ -181,7 +181,7 @@ class DraftProfile:
             probed=list(self.costs.probed),
             cells=[_Cell(bucket=b, k=k, seconds=list(s)) for b, k, s in self.costs.cells()],
             seen=self.prior.counts,
-            accepted=self.prior.accepted,
+            accepted=self.prior.hits,
             identity=self.identity,
             batch_identity=self.batch_identity,
             copies=self.copies,

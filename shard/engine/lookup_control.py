@@ -96,8 +96,7 @@ class LookupControl:
         ratios = {(size, length): ratio for size, length, ratio in copies.ratios}
         if copies.exact:
             self.shared_reason = ""
-            self.policy.allow(copies.exact, ratios)
-            self.policy.allow_in_place(head)
+            self.policy.allow(copies.exact, ratios, head)
 
     def reason(self, request: Parameters, *, shared: bool = False) -> str:
         """Why a request copies nothing; empty if it may. `shared`: in steps that others shared."""

@@ -75,7 +75,7 @@ def demand_of(request: Request) -> DraftDemand:
     """A request's demand on the head in a batch."""
     if not isinstance(request.drafts.depth, AdaptiveDepth):
         return DraftDemand(request.draft_limit, None)
-    return DraftDemand(request.draft_limit, request.drafts.depth.acceptance.probabilities)
+    return DraftDemand(request.draft_limit, request.drafts.depth.acceptance.shares)
 
 
 def plan_together(

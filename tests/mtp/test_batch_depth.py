@@ -4,13 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from exo_node.mtp.drafting.batch_depth import (
-    ENOUGH,
-    LOOK_EVERY,
-    BatchDepth,
-    DraftDemand,
-    size_bucket,
-)
+from exo_node.mtp.drafting.batch_depth import LOOK_EVERY, BatchDepth, DraftDemand, size_bucket
+from exo_node.mtp.drafting.costs import ENOUGH
 
 SURE = [0.95, 0.9, 0.85]
 POOR = [0.2, 0.1, 0.1]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from exo_node.mtp.drafting.batch_depth import ENOUGH, DraftDemand
+from exo_node.mtp.drafting.batch_depth import DraftDemand
 from exo_node.mtp.drafting.batch_lookup import (
     FORGET_AFTER,
     MAX_ROUND_ROWS,
@@ -13,6 +13,7 @@ from exo_node.mtp.drafting.batch_lookup import (
     Offer,
     sizes_of,
 )
+from exo_node.mtp.drafting.costs import ENOUGH
 
 SURE = [0.97**n for n in range(1, 16)]
 POOR = [0.3**n for n in range(1, 16)]
@@ -32,8 +33,7 @@ def policy(
 ) -> BatchPolicy:
     """Plain rounds take 1 s, rounds of `head` drafts `head_s`."""
     decider = BatchPolicy()
-    decider.allow([3, 7, 15], ratios)
-    decider.allow_in_place(in_place)
+    decider.allow([3, 7, 15], ratios, in_place)
     for k in {0, head}:
         for _ in range(ENOUGH):
             decider.depth.learn(size, k, head_s if k else 1.0)

@@ -122,7 +122,7 @@ def test_nothing_is_copied_before_anything_is_measured() -> None:
 
 def test_answers_begin_with_what_others_showed() -> None:
     evidence = CopyEvidence()
-    assert evidence.chances == pytest.approx(FIRST_CHANCES)
+    assert evidence.shares == pytest.approx(FIRST_CHANCES)
     _ = taught(policy(evidence=evidence), 16, right=0.1)
     assert policy(evidence=evidence).choose(16, 100, 50) == 0
 

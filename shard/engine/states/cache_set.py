@@ -19,7 +19,7 @@ from ....mtp.caches.batch_caches import (
 )
 from ....mtp.caches.batch_slots import SOON, Change
 from ....mtp.caches.positions import Positions
-from ....mtp.caches.rollback import TapedCache, cache_arrays, parts_of, rollback
+from ....mtp.caches.rollback import TapedCache, cache_arrays, parts_of, rollback, state_arrays
 
 Part = tuple[list[Any], int]
 """The caches of one request, and the rows in them."""
@@ -164,7 +164,7 @@ def _aligned(cache: Any, positions: Positions) -> BatchCache:
     if isinstance(cache, CacheList):
         return BatchCacheList(*(_aligned(part, positions) for part in cache.caches))
     assert type(cache) is KVCache
-    return BatchKVCache(cache.keys, cache.values, positions)
+    return BatchKVCache(state_arrays(cache), positions)
 
 
 def can_count_on_device(caches: Sequence[object]) -> bool:

@@ -29,7 +29,7 @@ def test_a_profile_is_what_was_saved(tmp_path: Path) -> None:
     again = DraftProfile.open(str(tmp_path / "profiles"), KEY, Clock())
     assert again.costs.probed == (1.0, 1.5)
     assert list(again.costs.cells()) == [(2, 1, (0.25, 0.5, 0.75))]
-    assert (again.prior.counts, again.prior.accepted) == (saved.prior.counts, saved.prior.accepted)
+    assert (again.prior.counts, again.prior.hits) == (saved.prior.counts, saved.prior.hits)
 
 
 @pytest.mark.parametrize(
