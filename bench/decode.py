@@ -33,9 +33,9 @@ from mlx_lm.utils import load as load_mlx_lm
 
 from exo_node.mtp.types import GenerationStats, Prefilled, Sampling
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.events import AnswerEnd, Delta
-from exo_node.shard.engine.parameters import Parameters
-from exo_node.shard.engine.text_engine import TextEngine
+from exo_node.shard.engine.answers.events import AnswerEnd, Delta
+from exo_node.shard.engine.answers.text_engine import TextEngine
+from exo_node.shard.engine.request import Parameters
 from exo_node.shard.model.tensors import DTYPES
 from exo_node_bench.spread import spread
 

@@ -36,9 +36,9 @@ from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.types import GenerationStats, Sampling
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine import batch
+from exo_node.shard.engine.answers.events import AnswerEnd, Delta
 from exo_node.shard.engine.drafter import Drafter
-from exo_node.shard.engine.events import AnswerEnd, Delta
-from exo_node.shard.engine.parameters import Parameters
+from exo_node.shard.engine.request import Parameters
 
 LOADER = loader_import.__name__
 PROMPTS = ("Tell me a story.", "Who are you?", "What does ocean mean?")

@@ -46,11 +46,11 @@ from shape_engine import shape_engine
 
 from exo_node.mtp.types import Round, Sampling
 from exo_node.proto import peer_pb2 as pb
+from exo_node.shard.engine.answers.events import AnswerEnd, Delta
+from exo_node.shard.engine.answers.text_engine import AnswerHandle, TextEngine
 from exo_node.shard.engine.compute import ComputeThread
-from exo_node.shard.engine.events import AnswerEnd, Delta
 from exo_node.shard.engine.options import EngineOptions
-from exo_node.shard.engine.parameters import Parameters
-from exo_node.shard.engine.text_engine import AnswerHandle, TextEngine
+from exo_node.shard.engine.request import Parameters
 from exo_node_bench.spread import spread
 
 LOADER = loader_import.__name__

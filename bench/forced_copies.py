@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from exo_node.mtp.drafting.lookup import Resumed
 from exo_node.mtp.drafting.lookup_drafts import PromptLookup
 from exo_node.mtp.drafting.lookup_length import LengthPolicy
-from exo_node.shard.engine.lookup_control import LookupControl
-from exo_node.shard.engine.parameters import Parameters
+from exo_node.shard.engine.answers.lookup_control import LookupControl
+from exo_node.shard.engine.request import Parameters
 
 
 @dataclass(frozen=True, slots=True)

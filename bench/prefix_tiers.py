@@ -44,11 +44,11 @@ from shape_engine import NoText, shape_engine
 
 from exo_node.mtp.types import Sampling
 from exo_node.proto import peer_pb2 as pb
+from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.compute import ComputeThread
 from exo_node.shard.engine.options import EngineOptions
-from exo_node.shard.engine.parameters import Parameters
 from exo_node.shard.engine.prefixes.disk import PrefixDisk
-from exo_node.shard.engine.text_engine import TextEngine
+from exo_node.shard.engine.request import Parameters
 from exo_node.shard.model.stage_model import StageModel
 from exo_node_bench.spread import spread
 

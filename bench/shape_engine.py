@@ -11,9 +11,9 @@ from mlx import nn
 from shapes import SHAPES, ShapeModel
 
 from exo_node.mtp.types import FinishReason
+from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.prefixes.disk import PrefixDisk
-from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.kernels.chunked_delta import use_chunks
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_limits import StageLimits

@@ -28,8 +28,8 @@ from models import DEMO
 from random_schemas import random_schema
 from readers import Reader, together
 
-from exo_node.shard.engine.parameters import Parameters
-from exo_node.shard.engine.text_engine import TextEngine
+from exo_node.shard.engine.answers.text_engine import TextEngine
+from exo_node.shard.engine.request import Parameters
 from exo_node.shard.text.codec import TextCodec
 from exo_node.shard.text.grammars.grammar import Gate, TokenGrammar
 from exo_node.shard.text.grammars.grammars import GrammarSpec

@@ -11,7 +11,7 @@ from typing import Any, cast
 from engines import load_quietly, spec
 
 from exo_node.mtp.types import GenerationStats
-from exo_node.shard.engine.embedding_engine import (
+from exo_node.shard.engine.answers.embedding_engine import (
     EmbeddingEngine,
     EmbeddingRequest,
     EmbeddingRun,

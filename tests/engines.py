@@ -12,10 +12,10 @@ from typing import Any
 from exo_node.mtp.types import GenerationStats, Round, Sampling
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto.fields import changed as changed_message
-from exo_node.shard.engine.events import AnswerEnd, Delta
+from exo_node.shard.engine.answers.events import AnswerEnd, Delta
+from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.options import EngineOptions
-from exo_node.shard.engine.parameters import Parameters
-from exo_node.shard.engine.text_engine import TextEngine
+from exo_node.shard.engine.request import Parameters
 from exo_node.shard.model.load import Loaded, load
 from exo_node.shard.pipeline.link import StageLink
 

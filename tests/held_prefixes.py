@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import mlx.core as mx
 
 from exo_node.mtp.caches.rollback import cache_arrays
-from exo_node.shard.engine.parameters import Parameters
+from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.prefixes.memory import PrefixCache
 from exo_node.shard.engine.prefixes.tree import PrefixNode
+from exo_node.shard.engine.request import Parameters
 from exo_node.shard.engine.stage import StageWorker
 from exo_node.shard.engine.states.state import State
-from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.text.stop_strings import StopStrings
 
 

@@ -12,9 +12,9 @@ from typing import Any
 from engines import Answer, engine_of, load_quietly, request, spec
 from pipelines import Pipeline, stage_specs
 
+from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.options import EngineOptions
-from exo_node.shard.engine.parameters import Parameters
-from exo_node.shard.engine.text_engine import TextEngine
+from exo_node.shard.engine.request import Parameters
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.text.image_rows import PreparedImage, with_image_rows
 

@@ -22,12 +22,12 @@ from small import LAYERS, small_checkpoint
 from exo_node.mtp.types import Round
 from exo_node.placement.errors import ExoNodeError, PeerLost
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.events import Delta
+from exo_node.shard.engine.answers.events import Delta
+from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.prefixes.disk import PrefixDisk
 from exo_node.shard.engine.prefixes.store import PrefixStore
 from exo_node.shard.engine.stage import StageOutput, StageWorker
-from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.pipeline.frames import Assembler, HiddenBlock, check_envelope, cut

@@ -16,9 +16,9 @@ from zoo_runs import small
 
 from exo_node.mtp.types import Sampling
 from exo_node.placement.config import hidden_size
+from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.prefixes.disk import PrefixDisk
-from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.model.stage_model import StageModel

@@ -13,9 +13,9 @@ from small import small_spec
 
 from exo_node.mtp.types import Round, Sampling
 from exo_node.placement.errors import ExoNodeError
-from exo_node.shard.engine.events import AnswerEnd, Delta
-from exo_node.shard.engine.parameters import Parameters
-from exo_node.shard.engine.text_engine import TextEngine
+from exo_node.shard.engine.answers.events import AnswerEnd, Delta
+from exo_node.shard.engine.answers.text_engine import TextEngine
+from exo_node.shard.engine.request import Parameters
 from exo_node.shard.model.load import Loaded
 
 GREEDY = Sampling()

@@ -18,7 +18,7 @@ from engines import CHUNK, STORY, Answer, answer, engine_of, load_quietly, reque
 from models import make_checkpoint
 
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.text_engine import TextEngine
+from exo_node.shard.engine.answers.text_engine import TextEngine
 
 PROMPT: list[int] = STORY["prompt_ids"]
 LAYERS = 4

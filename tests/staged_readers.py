@@ -16,8 +16,8 @@ from shims import by_own_rows, perturb
 from small import small_spec
 
 from exo_node.mtp.types import Sampling
-from exo_node.shard.engine.parameters import Parameters
-from exo_node.shard.engine.text_engine import TextEngine
+from exo_node.shard.engine.answers.text_engine import TextEngine
+from exo_node.shard.engine.request import Parameters
 
 CHUNK = 8
 """Rows of a forward over a prompt."""

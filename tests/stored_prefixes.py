@@ -9,8 +9,8 @@ from engines import answer, engine_of, request
 from prefixes import CHUNK, ROOM, TOKENS, cold, comparable, hybrid
 from small import small_spec
 
+from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.prefixes.disk import PrefixDisk
-from exo_node.shard.engine.text_engine import TextEngine
 
 MIB = 1 << 20
 

@@ -6,8 +6,8 @@ from engines import Answer, answer
 from prefixes import ROOM
 
 from exo_node.shard.checkpoint.prefix_files import PrefixReceiver, ReceivedPrefix
-from exo_node.shard.engine.parameters import Parameters
-from exo_node.shard.engine.text_engine import TextEngine
+from exo_node.shard.engine.answers.text_engine import TextEngine
+from exo_node.shard.engine.request import Parameters
 
 KEY = "the same model"
 CONTEXT = 4096

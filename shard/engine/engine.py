@@ -10,11 +10,11 @@ import mlx.core as mx
 
 from ...mtp.types import FinishReason, Prefilled, Rebuilt, Round, Step
 from ...placement.errors import StateLost
-from .executor import Executor
-from .flight import Flight
+from .executor import LocalExecutor
+from .pipeline_executor import PipelineExecutor
 from .prefill_forward import PrefillForward
 from .request import Request
-from .scheduler import ContinuePrefill, Decode, Prefill, Replay, Scheduler
+from .scheduler import ContinuePrefill, Decode, Flight, Prefill, Replay, Scheduler
 from .scheduler import Step as Work
 from .step_outcome import SHARED, StepOutcome
 
@@ -30,7 +30,10 @@ class Engine:
     """Drives requests from their prompts to their ends. All methods run on the compute thread."""
 
     def __init__(
-        self, executor: Executor, scheduler: Scheduler, clock: Callable[[], float]
+        self,
+        executor: LocalExecutor | PipelineExecutor,
+        scheduler: Scheduler,
+        clock: Callable[[], float],
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler

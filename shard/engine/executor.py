@@ -1,7 +1,7 @@
 """Runs an engine's steps on this machine's device: prompts, logs and rounds."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import mlx.core as mx
 
@@ -15,84 +15,19 @@ from ..model.embedder import POOLINGS
 from ..model.tensors import to_bytes
 from .batch import Batch
 from .drafter import PENDING_ROWS, RESTING_ROWS, DraftModel, read_rows
-from .flight import Flight
 from .issued_round import IssuedRound
 from .prefill_forward import PrefillForward
 from .prefixes.store import PrefixStore
-from .prompt_scores import scored
 from .request import Embedding, Request
 from .round_forms import RoundForms
-from .scheduler import Decode, Prefill
+from .scheduler import Decode, Flight, Prefill
 from .states.groups import Groups
 from .states.state import DraftState, State
-from .step_outcome import StepOutcome, count_replayed, count_round, verdict_of
+from .step_outcome import StepOutcome, count_replayed, count_round, scored, verdict_of
 from .step_times import SHORT_ROWS, StepTimes
 
 REPORT_EVERY: Final = 16
 """Rounds of a log that are rebuilt in one step, between steps of other requests."""
-
-
-class Executor(Protocol):
-    """Carries out an engine's steps. All methods run on the compute thread."""
-
-    overlaps: bool
-    """Whether the next round is issued before the tokens of one are delivered."""
-
-    def begin(self, request: Request) -> Flight | None:
-        """Gives a request its caches, after a cached prefix of its prompt if there is one.
-
-        Returns the query to other stages, if they must agree on the prefix.
-        """
-        ...
-
-    def prefill(self, step: Prefill) -> PrefillForward:
-        """Begins a forward over prompts."""
-        ...
-
-    def end_prefill(
-        self, forward: PrefillForward, running: int
-    ) -> tuple[list[StepOutcome], Flight | None]:
-        """Commits the rows of a forward that is computed on this stage.
-
-        Returns first tokens of requests whose prompts end, and the rows in flight to other stages.
-        """
-        ...
-
-    def keep_prefix(self, request: Request) -> None:
-        """Puts a copy of its state after the rows read so far into the prefix cache."""
-        ...
-
-    def make_room(self, request: Request) -> None:
-        """Shrinks the prefix cache as the next rows of an answer require."""
-        ...
-
-    def replay(self, request: Request) -> tuple[FinishReason | None, Flight | None]:
-        """Rebuilds the state after the next rounds of a log.
-
-        Returns why the answer ends there, if it does, and the rows in flight to other stages.
-        """
-        ...
-
-    def issue(self, step: Decode, running: int) -> Flight | None:
-        """Issues a round, or None if one in flight must be read first. `running`: live requests."""
-        ...
-
-    def land(self, flight: Flight, running: int) -> list[StepOutcome]:
-        """Reads work in flight; waits for this node's device, but not for other stages."""
-        ...
-
-    def release(self, request: Request) -> None:
-        """Frees the state of a request that has ended."""
-        ...
-
-    def forget(self, requests: Sequence[Request]) -> list[Request]:
-        """Drops caches that a failed forward left undefined. Returns all requests in them."""
-        ...
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of KV caches and recurrent states of all requests on this node."""
-        ...
 
 
 class LocalExecutor:

@@ -9,9 +9,9 @@ import mlx.core as mx
 from ...mtp.batch_verdict import BatchVerdict
 from ...mtp.finite import NO_TOKEN, DraftNotFinite, NotFinite
 from ...mtp.types import Forward, Round
-from .flight import Flight
 from .request import Request
 from .round_plan import RoundPlan
+from .scheduler import Flight
 from .step_outcome import StepOutcome, count_round
 
 if TYPE_CHECKING:

@@ -25,13 +25,12 @@ from ..model.tensors import DTYPES, ITEM_BYTES, from_bytes, require_finite, to_b
 from ..pipeline.frames import BlockMember, HiddenBlock, Replayed
 from ..pipeline.link import StageLink, Trip
 from .executor import REPORT_EVERY
-from .flight import Flight
 from .options import EngineOptions
 from .prefill_forward import PrefillForward
 from .prefixes.borders import Borders, PrefillLog
 from .prefixes.store import PrefixStore
 from .request import Request
-from .scheduler import Decode, Prefill
+from .scheduler import Decode, Flight, Prefill
 from .stage_rounds import StageRounds, replay_forwards
 from .states.state import State
 from .step_outcome import StepOutcome, count_replayed, count_round, verdict_of

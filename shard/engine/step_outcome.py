@@ -7,9 +7,10 @@ import mlx.core as mx
 
 from ...mtp.batch_verdict import BatchVerdict, RowDrafts, judge
 from ...mtp.finite import tokens_of
+from ...mtp.logprobs import score
 from ...mtp.sampling import greedy_choice
 from ...mtp.seams import as_row
-from ...mtp.types import FinishReason, Forward, Round, Step
+from ...mtp.types import FinishReason, Forward, Prefilled, Round, Step, TokenLogprobs
 from .request import Request
 
 SHARED: Final = "a forward that several requests shared failed"
@@ -91,3 +92,20 @@ def count_replayed(request: Request, rounds: Sequence[Round]) -> FinishReason | 
         reason, _ = request.extend(list(round_.tokens))
     request.replay.rebuilt += len(rounds)
     return reason
+
+
+def scored(request: Request, logits: mx.array, begin: int) -> StepOutcome:
+    """Progress with the log-probabilities of the tokens after a forward's rows, which begin at
+    `begin` and gave `logits` (n, V). In front of them all, the prompt's first token.
+
+    The distribution is the model's own, without the request's penalties and bias.
+    """
+    prompt, end = request.prompt, request.rows
+    following = prompt[begin + 1 : end + 1]
+    first = (TokenLogprobs(prompt[0], 0.0),) if begin == 0 else ()
+    entries = tuple[TokenLogprobs, ...]()
+    if following:
+        x = logits[: len(following)].astype(mx.float32)
+        x = x - mx.logsumexp(x, axis=-1, keepdims=True)
+        entries = score(x, as_row(following), request.top_logprobs or 0).read(following)
+    return StepOutcome(request, Prefilled(end, len(prompt), (*first, *entries)))

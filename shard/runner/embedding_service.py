@@ -16,8 +16,8 @@ from ...placement.errors import (
 )
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
+from ..engine.answers.embedding_engine import EmbeddingEngine, EmbeddingRequest
 from ..engine.compute import ComputeThread
-from ..engine.embedding_engine import EmbeddingEngine, EmbeddingRequest
 from ..engine.options import EngineOptions
 from ..model.load import Loaded
 from ..model.stage_limits import StageLimits

@@ -19,11 +19,11 @@ from ...placement.errors import (
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ...proto.fields import changed
+from ..engine.answers.events import AnswerEnd, Delta, EngineEvent, RebuiltText
+from ..engine.answers.text_engine import AnswerHandle, TextEngine
 from ..engine.compute import ComputeThread
-from ..engine.events import AnswerEnd, Delta, EngineEvent, RebuiltText
 from ..engine.loop_guard import EARLY, LATE, LoopLimits
-from ..engine.parameters import Parameters
-from ..engine.text_engine import AnswerHandle, TextEngine
+from ..engine.request import Parameters
 from ..model.stage_limits import StageLimits
 from ..pipeline.frames import REQUEST_NAME
 from ..text.grammars.grammar import Gate, TokenGrammar, gate_of

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...mtp.types import Forward, GenerationStats, Prefilled, Round, Sampling, TokenLogprobs
 from ...proto import peer_pb2 as pb
-from ..engine.events import AnswerEnd, Delta, EngineEvent, RebuiltText
+from ..engine.answers.events import AnswerEnd, Delta, EngineEvent, RebuiltText
 from ..model.stage_limits import StageLimits
 
 if TYPE_CHECKING:

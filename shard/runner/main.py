@@ -33,12 +33,12 @@ from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ...proto.checked_calls import BoundNumbers
 from ...proto.grpc_options import SERVER_OPTIONS
+from ..engine.answers.text_engine import TextEngine
 from ..engine.compute import ComputeThread
 from ..engine.options import EngineOptions
 from ..engine.prefixes.disk import PrefixDisk
 from ..engine.prefixes.store import PrefixStore
 from ..engine.stage import StageWorker
-from ..engine.text_engine import TextEngine
 from ..kernels.fused_code import compiling_apart, wait_for_save
 from ..kernels.install import used
 from ..model.layer_probe import probe_layers

@@ -14,7 +14,7 @@ from ...placement.errors import ExoNodeError
 from ...proto import peer_pb2 as pb
 from ..checkpoint.checkpoint import sample_digest
 from ..checkpoint.prefix_files import FORMAT
-from ..engine.draft_profile import DraftProfile, DraftProfileKey
+from ..engine.answers.draft_profile import DraftProfile, DraftProfileKey
 from ..engine.prefixes.disk import PrefixDisk
 from ..kernels.install import used
 from ..model.load import Loaded

@@ -17,9 +17,9 @@ from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ...proto.grpc_options import CHANNEL_OPTIONS
 from ..checkpoint.prefix_files import PrefixReceiver, ReceivedPrefix
-from ..engine.parameters import Parameters
 from ..engine.prefixes.expected import ExpectedPrefix
 from ..engine.prefixes.lookup import PrefixLookup
+from ..engine.request import Parameters
 
 log = logging.getLogger(__name__)
 

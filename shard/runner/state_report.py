@@ -9,11 +9,11 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from ...proto import peer_pb2 as pb
+from ..engine.answers.embedding_engine import EmbeddingEngine
+from ..engine.answers.text_engine import TextEngine
 from ..engine.compute import ComputeThread
-from ..engine.embedding_engine import EmbeddingEngine
 from ..engine.prefixes.disk import PrefixDisk
 from ..engine.stage import StageWorker
-from ..engine.text_engine import TextEngine
 from ..model.load import bytes_read
 from .epoch_fence import EpochFence
 from .parent import Parent

@@ -14,8 +14,7 @@ from ...proto import peer_pb2 as pb
 from ..engine.drafter import DraftModel
 from ..engine.engine import Engine
 from ..engine.executor import LocalExecutor
-from ..engine.parameters import Parameters
-from ..engine.request import DraftProgress, Request
+from ..engine.request import DraftProgress, Parameters, Request
 from ..engine.round_forms import RoundForms
 from ..engine.scheduler import Scheduler
 

@@ -8,9 +8,9 @@ import drafting_clients as bench
 from readers import loaded
 from shape_engine import NoText
 
+from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.compute import ComputeThread
 from exo_node.shard.engine.options import EngineOptions
-from exo_node.shard.engine.text_engine import TextEngine
 
 
 def test_clients_of_both_kinds_are_answered_with_the_same_ids() -> None:

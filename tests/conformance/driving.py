@@ -26,10 +26,10 @@ from readers import Reader, together
 from subjects import loaded, room_of, spec_of
 
 from exo_node.mtp.types import Round, Sampling
-from exo_node.shard.engine.events import AnswerEnd, Delta
+from exo_node.shard.engine.answers.events import AnswerEnd, Delta
+from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.options import EngineOptions
-from exo_node.shard.engine.parameters import Parameters
-from exo_node.shard.engine.text_engine import TextEngine
+from exo_node.shard.engine.request import Parameters
 from exo_node.shard.text.grammars.grammar import Gate
 from exo_node.shard.text.grammars.grammars import GrammarSpec
 

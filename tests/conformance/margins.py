@@ -18,8 +18,8 @@ from shims import by_call, perturb
 from subjects import spec_of
 
 from exo_node.mtp.types import TokenLogprobs
-from exo_node.shard.engine.events import Delta
-from exo_node.shard.engine.text_engine import TextEngine
+from exo_node.shard.engine.answers.events import Delta
+from exo_node.shard.engine.answers.text_engine import TextEngine
 
 GAPS: Final[Mapping[Dtype, float]] = {"float32": 0.01, "bfloat16": 0.05}
 """Between the two best log-probabilities; tiny models have logits of about 1."""

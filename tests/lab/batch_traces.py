@@ -11,8 +11,8 @@ from readers import Reader, alone, engine
 
 from exo_node.mtp.types import Sampling
 from exo_node.shard.engine import prefill_forward
-from exo_node.shard.engine.parameters import Parameters
-from exo_node.shard.engine.text_engine import TextEngine
+from exo_node.shard.engine.answers.text_engine import TextEngine
+from exo_node.shard.engine.request import Parameters
 
 END = 4095
 """The tokenizer's end token."""

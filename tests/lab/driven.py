@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from readers import Reader
 
+from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.request import Request
-from exo_node.shard.engine.text_engine import TextEngine
 
 
 def driven(

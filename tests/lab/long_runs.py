@@ -15,10 +15,10 @@ from engines import request
 
 from exo_node.mtp.batch_verdict import RowDrafts
 from exo_node.mtp.seams import as_ids, as_row
+from exo_node.shard.engine.answers.events import Delta
+from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.drafter import Drafter
 from exo_node.shard.engine.engine import CLEAR_EVERY
-from exo_node.shard.engine.events import Delta
-from exo_node.shard.engine.text_engine import TextEngine
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from exo_node.mtp.families.head import HeadSource, HeadUnusable, HiddenKind
 from exo_node.mtp.families.weights import load_head
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
 from exo_node.shard.checkpoint.head_tensors import HeadFound, HeadMissing, find_head
-from exo_node.shard.engine.text_engine import TextEngine
+from exo_node.shard.engine.answers.text_engine import TextEngine
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 LAYERS = 4

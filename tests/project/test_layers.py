@@ -32,7 +32,12 @@ ROOMS: dict[str, str] = {
     "shard/engine": (
         "placement proto mtp mtp/caches mtp/drafting mtp/families "
         "shard/engine/prefixes shard/engine/states "
-        "shard/pipeline shard/model shard/kernels shard/text shard/text/tools shard/checkpoint"
+        "shard/pipeline shard/model shard/text shard/text/tools shard/checkpoint"
+    ),
+    "shard/engine/answers": (
+        "placement proto mtp mtp/caches mtp/drafting mtp/families "
+        "shard/engine shard/engine/prefixes "
+        "shard/pipeline shard/model shard/kernels shard/text shard/checkpoint"
     ),
     "shard/engine/prefixes": (
         "placement proto mtp mtp/caches shard/engine/states shard/checkpoint"
@@ -40,7 +45,7 @@ ROOMS: dict[str, str] = {
     "shard/engine/states": "mtp mtp/caches",
     "shard/runner": (
         "placement proto mtp "
-        "shard/engine shard/engine/prefixes "
+        "shard/engine shard/engine/answers shard/engine/prefixes "
         "shard/pipeline shard/model shard/kernels shard/text shard/text/grammars "
         "shard/text/tools shard/checkpoint"
     ),
@@ -107,7 +112,8 @@ MODULES = {
     ("node/cli", "shard/checkpoint"): {"vision"},
     ("node/machine", "shard/kernels"): {"cpu_code"},
     **{(r, "shard/checkpoint"): {"files"} for r in ("node/machine", "node/cluster")},
-    ("shard/engine", "shard/checkpoint"): {"files", "prefix_files"},
+    ("shard/engine", "shard/checkpoint"): {"prefix_files"},
+    ("shard/engine/answers", "shard/checkpoint"): {"files"},
     ("shard/engine/prefixes", "shard/checkpoint"): {"files", "prefix_files"},
     ("node/cli", "node/placements"): {"local_model"},
 }
@@ -197,7 +203,7 @@ IMPURE = {"asyncio", "os", "random", "secrets", "socket", "subprocess", "threadi
 
 PAIRS = (
     ("node/cli/client", "node/cli/flags"),
-    ("shard/engine/answers", "shard/engine/text_engine"),
+    ("shard/engine/answers/events", "shard/engine/answers/text_engine"),
     ("shard/engine/batch", "shard/engine/issued_round"),
 )
 """Modules that import each other."""

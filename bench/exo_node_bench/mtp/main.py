@@ -25,7 +25,7 @@ from .result_page import page_of
 from .results import PromptFacts, Results, as_json, as_rows
 
 if TYPE_CHECKING:
-    from exo_node.shard.engine.text_engine import TextEngine
+    from exo_node.shard.engine.answers.text_engine import TextEngine
 
 CSV_FILE = "mtp.csv"
 

@@ -14,10 +14,10 @@ from mlx_lm.utils import load_config, load_model
 from exo_node.mtp.types import GenerationStats, Sampling
 from exo_node.placement.errors import LoadFailed
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.events import AnswerEnd, Delta
+from exo_node.shard.engine.answers.events import AnswerEnd, Delta
+from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.options import EngineOptions
-from exo_node.shard.engine.parameters import Parameters
-from exo_node.shard.engine.text_engine import TextEngine
+from exo_node.shard.engine.request import Parameters
 from exo_node.shard.model.load import Loaded, load
 from exo_node.shard.model.tensors import DTYPES
 

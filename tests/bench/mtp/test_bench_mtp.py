@@ -16,8 +16,8 @@ from small import small_checkpoint, small_spec
 from exo_node.node.store.library import DEFAULT_HEAD
 from exo_node.placement.errors import InvalidSettings, LoadFailed
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.events import AnswerEnd
-from exo_node.shard.engine.parameters import Parameters
+from exo_node.shard.engine.answers.events import AnswerEnd
+from exo_node.shard.engine.request import Parameters
 from exo_node.shard.tools.child import parse_request
 from exo_node_bench.mtp import command
 from exo_node_bench.mtp import main as bench_mtp

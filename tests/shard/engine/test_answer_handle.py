@@ -10,12 +10,11 @@ from engines import request
 from small import PROMPT, small_engine
 
 from exo_node.mtp.types import Prefilled
+from exo_node.shard.engine.answers.events import AnswerEnd
+from exo_node.shard.engine.answers.text_engine import AnswerHandle, TextEngine
 from exo_node.shard.engine.compute import ComputeThread
-from exo_node.shard.engine.events import AnswerEnd
-from exo_node.shard.engine.parameters import Parameters
-from exo_node.shard.engine.request import MAX_UNREAD_EVENTS
+from exo_node.shard.engine.request import MAX_UNREAD_EVENTS, Parameters
 from exo_node.shard.engine.scheduler import ALONE_DEPTH
-from exo_node.shard.engine.text_engine import AnswerHandle, TextEngine
 
 CHUNK, ROWS = 64, 640
 SOON_S = 60.0

@@ -29,8 +29,8 @@ from zoo import VOCABULARY
 
 from exo_node.mtp.schedule import Schedule
 from exo_node.mtp.types import Sampling
-from exo_node.shard.engine.answer_reads import MAX_UNUSED, RECENT, AnswerReads
-from exo_node.shard.engine.text_engine import TextEngine
+from exo_node.shard.engine.answers.answer_reads import MAX_UNUSED, RECENT, AnswerReads
+from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.text.codec import TextCodec
 
 QUESTION = [*SYSTEM, *words(40, 2), 7, 8]

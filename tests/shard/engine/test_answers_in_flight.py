@@ -17,7 +17,7 @@ from staged_readers import CHUNK, alone, asks, staged, tokens_of
 
 from exo_node.mtp.types import Round, Sampling
 from exo_node.placement.errors import ExoNodeError, PeerLost, StateLost
-from exo_node.shard.engine.parameters import Parameters
+from exo_node.shard.engine.request import Parameters
 
 ROOM = 64 << 20
 SHORT = prompt(0)

@@ -22,11 +22,11 @@ from exo_node.mtp.types import Sampling
 from exo_node.placement.config import hidden_size
 from exo_node.shard.engine import prefill_forward
 from exo_node.shard.engine import request as requests
+from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.executor import LocalExecutor
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.scheduler import Decode, Scheduler
 from exo_node.shard.engine.states import cache_set
-from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.model.stage_model import StageModel
@@ -77,7 +77,7 @@ def test_sampling_without_a_seed_uses_the_same_noise_as_alone(
     def entropy(bits: int) -> int:
         return 20261122 % (1 << bits)
 
-    monkeypatch.setattr("exo_node.shard.engine.text_engine.secrets.randbits", entropy)
+    monkeypatch.setattr("exo_node.shard.engine.answers.text_engine.secrets.randbits", entropy)
     hot = Sampling(temperature=1.0, top_p=0.9)
     readers = [Reader(request(prompt(i), k, 24, sampling=hot), begins=4 * i) for i in range(5)]
     driven(engine(), readers)

@@ -27,8 +27,8 @@ from prefixes import engine as perturbed_engine
 from readers import GREEDY, SEEDED, Reader, alone, assert_as_alone, both_ways, engine, prompt
 
 from exo_node.mtp.types import Sampling
-from exo_node.shard.engine.parameters import Parameters
 from exo_node.shard.engine.prefill_forward import PrefillForward
+from exo_node.shard.engine.request import Parameters
 
 
 @pytest.fixture

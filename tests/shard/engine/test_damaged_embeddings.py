@@ -17,8 +17,8 @@ from small import PROMPT, small_spec
 from exo_node.mtp.seams import as_ids
 from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import NumericError, StateLost
+from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.drafter import Drafter
-from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 
 TOKENS = 24

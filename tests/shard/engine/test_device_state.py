@@ -21,9 +21,9 @@ from small import LAYERS, small_spec
 from exo_node.mtp.caches.batch_caches import BatchCache, BatchTapedCache, change_all
 from exo_node.mtp.caches.batch_slots import Change
 from exo_node.mtp.types import Sampling
-from exo_node.shard.engine.parameters import Parameters
+from exo_node.shard.engine.answers.text_engine import TextEngine
+from exo_node.shard.engine.request import Parameters
 from exo_node.shard.engine.states import cache_set
-from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 
 PENALISED = Sampling(repetition_penalty=1.3, logit_bias=((7, 2.0),))

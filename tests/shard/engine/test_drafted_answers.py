@@ -21,10 +21,10 @@ from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.sampling import greedy_token
 from exo_node.mtp.seams import as_ids
 from exo_node.mtp.types import Sampling
-from exo_node.shard.engine.events import Delta
+from exo_node.shard.engine.answers.events import Delta
+from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.states.cache_set import CacheSet
 from exo_node.shard.engine.states.state import DraftState
-from exo_node.shard.engine.text_engine import TextEngine
 
 OTHER_PROMPT: list[int] = ORACLE[0]["prompt_ids"]
 

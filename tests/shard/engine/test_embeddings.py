@@ -22,8 +22,8 @@ from embedders import (
 )
 
 from exo_node.placement.errors import InvalidCheckpoint, LoadFailed, NumericError, StateLost
-from exo_node.shard.engine import embedding_engine as module
-from exo_node.shard.engine.embedding_engine import MOST_RUNNING, EmbeddingEngine
+from exo_node.shard.engine.answers import embedding_engine as module
+from exo_node.shard.engine.answers.embedding_engine import MOST_RUNNING, EmbeddingEngine
 from exo_node.shard.engine.prefill_forward import PrefillForward
 from exo_node.shard.model.embedder import Embedder
 from exo_node.shard.model.open_model import open_model

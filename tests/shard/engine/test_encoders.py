@@ -22,7 +22,7 @@ from embedders import (
 
 from exo_node.placement.errors import InvalidCheckpoint, LoadFailed
 from exo_node.shard.checkpoint.vision import LIGHT_WAY
-from exo_node.shard.engine.embedding_engine import EmbeddingEngine
+from exo_node.shard.engine.answers.embedding_engine import EmbeddingEngine
 from exo_node.shard.engine.prefill_forward import PrefillForward
 from exo_node.shard.model import encoder as module
 from exo_node.shard.model import open_model

@@ -18,7 +18,7 @@ from small import small_checkpoint, small_engine
 
 from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import ContextLengthExceeded, InvalidRequest
-from exo_node.shard.engine.text_engine import TextEngine
+from exo_node.shard.engine.answers.text_engine import TextEngine
 
 PROMPT: list[int] = STORY["prompt_ids"]
 

@@ -16,10 +16,10 @@ from exo_node.mtp.types import FinishReason
 from exo_node.placement.errors import NumericError, StateLost
 from exo_node.shard.engine import prefill_forward
 from exo_node.shard.engine import request as requests
+from exo_node.shard.engine.answers.events import Delta
+from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.batch import Batch
-from exo_node.shard.engine.events import Delta
 from exo_node.shard.engine.states.cache_set import CacheSet
-from exo_node.shard.engine.text_engine import TextEngine
 
 
 def go_on(served: TextEngine, readers: Sequence[Reader]) -> None:

@@ -15,10 +15,14 @@ from exo_node.mtp.drafting.costs import RoundCosts
 from exo_node.mtp.drafting.depth import Prior
 from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import InvalidRequest
-from exo_node.shard.engine.draft_profile import DraftProfile, DraftProfileKey, MeasuredIdentity
-from exo_node.shard.engine.events import Delta
+from exo_node.shard.engine.answers.draft_profile import (
+    DraftProfile,
+    DraftProfileKey,
+    MeasuredIdentity,
+)
+from exo_node.shard.engine.answers.events import Delta
+from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.options import EngineOptions
-from exo_node.shard.engine.text_engine import TextEngine
 
 KEY = DraftProfileKey("a test", "", "float32", "", 0, 0)
 

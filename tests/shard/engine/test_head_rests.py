@@ -20,9 +20,9 @@ from exo_node.mtp.seams import Want
 from exo_node.mtp.targets import FamilyTarget
 from exo_node.shard.engine import executor, prefill_forward
 from exo_node.shard.engine import request as requests
-from exo_node.shard.engine.parameters import Parameters
+from exo_node.shard.engine.answers.text_engine import TextEngine
+from exo_node.shard.engine.request import Parameters
 from exo_node.shard.engine.states.state import DraftState
-from exo_node.shard.engine.text_engine import TextEngine
 
 TOKENS = 30
 CHEAP, DEAR = 0.05, 3.0

@@ -36,11 +36,11 @@ from exo_node.mtp.caches.batch_caches import can_batch
 from exo_node.mtp.caches.rollback import can_roll_back
 from exo_node.mtp.schedule import prefill_ends
 from exo_node.mtp.targets import WholeTarget
+from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.prefill_forward import PrefillForward
 from exo_node.shard.engine.prefixes.disk import PrefixDisk
 from exo_node.shard.engine.prompt_images import PromptImages
 from exo_node.shard.engine.states.state import State
-from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.stage_model import StageModel
 from exo_node.shard.model.tower import embedding_of
 from exo_node.shard.text.image_rows import PreparedImage

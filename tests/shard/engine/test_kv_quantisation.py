@@ -21,8 +21,8 @@ from exo_node.mtp.caches.rollback import rollback
 from exo_node.mtp.probe import live_arrays
 from exo_node.placement.errors import LoadFailed
 from exo_node.proto import peer_pb2 as pb
+from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.states.cache_parts import joined, row_bytes, rows_of
-from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_model import KvQuantisation, StageModel
 from exo_node.shard.runner.generator_wire import event_to_wire

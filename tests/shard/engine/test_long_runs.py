@@ -19,7 +19,7 @@ from long_runs import (
 from models import make_checkpoint
 
 from exo_node.shard.engine import batch
-from exo_node.shard.engine.text_engine import TextEngine
+from exo_node.shard.engine.answers.text_engine import TextEngine
 
 PROMPT: list[int] = ORACLE[0]["prompt_ids"]
 TOKENS = 260

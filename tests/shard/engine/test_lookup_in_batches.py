@@ -23,13 +23,13 @@ from small import LAYERS, small_engine, small_spec
 from exo_node.mtp.drafting.depth import AdaptiveDepth
 from exo_node.mtp.drafting.lookup import NO_MATCH, Match, SuffixIndex
 from exo_node.mtp.types import Round, Sampling
+from exo_node.shard.engine.answers.draft_profile import DraftProfile, DraftProfileKey
+from exo_node.shard.engine.answers.lookup_control import NOT_EXACT_TOGETHER, STATE_LENGTHS
+from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.batch import Batch
-from exo_node.shard.engine.draft_profile import DraftProfile, DraftProfileKey
 from exo_node.shard.engine.issued_round import IssuedRound
-from exo_node.shard.engine.lookup_control import NOT_EXACT_TOGETHER, STATE_LENGTHS
-from exo_node.shard.engine.parameters import Parameters
+from exo_node.shard.engine.request import Parameters
 from exo_node.shard.engine.step_outcome import StepOutcome
-from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.text.grammars.grammar import Gate
 from exo_node.shard.text.grammars.grammars import GrammarSpec

@@ -10,7 +10,7 @@ from readers import Reader, alone, engine, prompt, together
 
 from exo_node.mtp.types import Sampling
 from exo_node.shard.engine.loop_guard import EARLY
-from exo_node.shard.engine.parameters import Parameters
+from exo_node.shard.engine.request import Parameters
 from exo_node.shard.text.grammars.grammar import Gate
 from exo_node.shard.text.grammars.grammars import GrammarSpec
 

@@ -20,9 +20,9 @@ from pipelines import small_parts, small_pipeline, stage_specs
 from small import LAYERS, PROMPT, small_checkpoint
 
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.events import Delta
-from exo_node.shard.engine.parameters import Parameters
-from exo_node.shard.engine.text_engine import AnswerHandle
+from exo_node.shard.engine.answers.events import Delta
+from exo_node.shard.engine.answers.text_engine import AnswerHandle
+from exo_node.shard.engine.request import Parameters
 from exo_node.shard.model.stage_model import StageModel
 from exo_node.shard.pipeline import ring
 from exo_node.shard.runner.ring_service import RingService

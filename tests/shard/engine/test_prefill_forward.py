@@ -8,9 +8,9 @@ from readers import Reader, alone, engine, prompt, together
 from small import LAYERS
 
 from exo_node.shard.engine import prefill_forward
+from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.prefill_forward import PrefillForward
 from exo_node.shard.engine.request import Request
-from exo_node.shard.engine.text_engine import TextEngine
 
 
 @pytest.fixture(autouse=True)

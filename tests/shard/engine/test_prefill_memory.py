@@ -17,7 +17,7 @@ from small import small_checkpoint
 
 from exo_node.mtp.caches.rollback import cache_arrays, holds_rows
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.text_engine import TextEngine
+from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded
 
 CHUNK, ROWS, LAYERS = 128, 3072, 6

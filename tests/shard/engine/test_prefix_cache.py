@@ -34,8 +34,8 @@ from small import small_spec
 from zoo import VOCABULARY
 
 from exo_node.placement.errors import NumericError
+from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.prefixes.prompt_path import key_of
-from exo_node.shard.engine.text_engine import TextEngine
 
 
 @pytest.mark.smoke

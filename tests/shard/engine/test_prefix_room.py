@@ -15,10 +15,10 @@ from prefixes import CHUNK, TOKENS, cold, engine, turn
 from readers import Reader, loaded, together
 from small import small_spec
 
-from exo_node.shard.engine.events import AnswerEnd, Delta
-from exo_node.shard.engine.parameters import Parameters
+from exo_node.shard.engine.answers.events import AnswerEnd, Delta
+from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.prefixes.prompt_path import PromptPath
-from exo_node.shard.engine.text_engine import TextEngine
+from exo_node.shard.engine.request import Parameters
 
 CONTEXT = 1024
 PLAIN = CONTEXT * 256 + 5 * 28_200

@@ -11,8 +11,12 @@ from tiny import taped_qwen
 
 from exo_node.mtp.probe import LONGEST_PROBED
 from exo_node.mtp.seams import ForwardOutput
-from exo_node.shard.engine.draft_profile import DraftProfile, DraftProfileKey, MeasuredIdentity
-from exo_node.shard.engine.probing import probe_batch_identity, probe_identity
+from exo_node.shard.engine.answers.draft_profile import (
+    DraftProfile,
+    DraftProfileKey,
+    MeasuredIdentity,
+)
+from exo_node.shard.engine.answers.probing import probe_batch_identity, probe_identity
 
 KEY = DraftProfileKey("chip", "f" * 64, "float32", "0.32.4", 0, 0)
 
@@ -78,6 +82,6 @@ def test_choosing_is_tried_as_a_model_loads(monkeypatch: pytest.MonkeyPatch) -> 
     def tries(*args: object) -> None:
         tried.append(args)
 
-    monkeypatch.setattr("exo_node.shard.engine.model_measurements.choose_first", tries)
+    monkeypatch.setattr("exo_node.shard.engine.answers.model_measurements.choose_first", tries)
     served.measurements.measure()
     assert tried == [(4096, 0, mx.float32)]

@@ -11,7 +11,7 @@ import pytest
 from clocks import Clock
 
 from exo_node.mtp.drafting.costs import RoundCosts
-from exo_node.shard.engine.draft_profile import SAVE_EVERY_S, DraftProfile, DraftProfileKey
+from exo_node.shard.engine.answers.draft_profile import SAVE_EVERY_S, DraftProfile, DraftProfileKey
 
 KEY = DraftProfileKey("chip", "f" * 64, "bfloat16", "0.32.4", 0, 0)
 

@@ -16,10 +16,10 @@ from shims import by_rows, perturb
 from small import small_engine
 
 from exo_node.mtp.types import Sampling
-from exo_node.shard.engine.draft_profile import DraftProfile, DraftProfileKey
-from exo_node.shard.engine.lookup_control import LENGTHS, NOT_ASKED, STATE_LENGTHS
-from exo_node.shard.engine.parameters import Parameters
-from exo_node.shard.engine.text_engine import TextEngine
+from exo_node.shard.engine.answers.draft_profile import DraftProfile, DraftProfileKey
+from exo_node.shard.engine.answers.lookup_control import LENGTHS, NOT_ASKED, STATE_LENGTHS
+from exo_node.shard.engine.answers.text_engine import TextEngine
+from exo_node.shard.engine.request import Parameters
 
 TOKENS = 48
 COOL = Sampling(temperature=0.02, seed=11)

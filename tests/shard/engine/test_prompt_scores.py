@@ -13,8 +13,8 @@ from prefixes import FIRST, ROOM, SYSTEM, engine
 from small import small_checkpoint, small_engine
 
 from exo_node.mtp.types import Prefilled, Sampling, TokenLogprobs
-from exo_node.shard.engine import text_engine
-from exo_node.shard.engine.events import AnswerEnd, Delta
+from exo_node.shard.engine.answers import text_engine
+from exo_node.shard.engine.answers.events import AnswerEnd, Delta
 
 
 def scores_of(served: Any, **changes: Any) -> tuple[list[TokenLogprobs], list[int], AnswerEnd]:

@@ -13,10 +13,10 @@ from small import small_spec
 from tables import EndAt, random_table, tell
 
 from exo_node.mtp.types import Round, Sampling
+from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.batch import Batch
 from exo_node.shard.engine.executor import LocalExecutor
 from exo_node.shard.engine.request import Parameters, Request
-from exo_node.shard.engine.text_engine import TextEngine
 
 PROMPT: list[int] = ORACLE[0]["prompt_ids"]
 TOKENS = 44

@@ -16,8 +16,8 @@ from small import small_spec
 
 from exo_node.mtp.drafting.depth import Plan
 from exo_node.mtp.types import Round, Sampling
-from exo_node.shard.engine.parameters import Parameters
-from exo_node.shard.engine.text_engine import TextEngine
+from exo_node.shard.engine.answers.text_engine import TextEngine
+from exo_node.shard.engine.request import Parameters
 from exo_node.shard.model.load import Loaded
 
 PROMPT: list[int] = STORY["prompt_ids"]

@@ -6,13 +6,13 @@ from typing import Any, cast
 import pytest
 from engines import request as answer_request
 
-from exo_node.shard.engine.flight import Flight
 from exo_node.shard.engine.request import MAX_UNREAD_EVENTS, Phase, Request
 from exo_node.shard.engine.scheduler import (
     ALONE_DEPTH,
     GROWTH,
     ContinuePrefill,
     Decode,
+    Flight,
     Prefill,
     Replay,
     Scheduler,

@@ -15,8 +15,8 @@ from small import PROMPT, small_engine
 
 from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import InvalidRequest
-from exo_node.shard.engine.parameters import Parameters
-from exo_node.shard.engine.text_engine import TextEngine
+from exo_node.shard.engine.answers.text_engine import TextEngine
+from exo_node.shard.engine.request import Parameters
 from exo_node.shard.text.codec import TextCodec
 from exo_node.shard.text.grammars.grammar import Gate, TokenGrammar
 from exo_node.shard.text.grammars.grammars import GrammarSpec

@@ -16,8 +16,8 @@ from tables import PROMPT, Logits, TableHead, TableTarget, random_table, tell
 from exo_node.mtp.finite import DraftNotFinite, NotFinite
 from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import NumericError
-from exo_node.shard.engine.events import Delta
-from exo_node.shard.engine.text_engine import AFTER_FAULT, TextEngine
+from exo_node.shard.engine.answers.events import Delta
+from exo_node.shard.engine.answers.text_engine import AFTER_FAULT, TextEngine
 from exo_node.shard.model.tensors import DTYPES, last_row_is_finite, to_bytes
 from exo_node.shard.tools.bare_engine import bare_engine, bare_request, ids_of, rounds_of
 

@@ -29,7 +29,7 @@ from exo_node.placement.errors import InvalidRequest
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
 from exo_node.shard.checkpoint.stage_files import files_of_stage
 from exo_node.shard.checkpoint.vision import vision_of
-from exo_node.shard.engine.text_engine import TextEngine
+from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.model import tower as tower_module
 from exo_node.shard.model.tower import load_tower
 

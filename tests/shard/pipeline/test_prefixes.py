@@ -22,7 +22,7 @@ from zoo import VOCABULARY
 
 from exo_node.mtp.types import Round
 from exo_node.placement.errors import InvalidFrame, PeerLost, StateLost
-from exo_node.shard.engine.events import AnswerEnd, Delta
+from exo_node.shard.engine.answers.events import AnswerEnd, Delta
 from exo_node.shard.engine.prefixes.memory import PrefixCache
 from exo_node.shard.engine.stage import StageWorker
 

@@ -17,8 +17,8 @@ from small import small_spec
 
 from exo_node.mtp.types import Round, Sampling
 from exo_node.proto import peer_pb2 as pb
+from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.stage import StageOutput, StageWorker
-from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.pipeline.frames import HiddenBlock
 
 CUTS = (1, 17, 25)

@@ -16,12 +16,11 @@ from small import PROMPT, small_engine
 from exo_node.mtp.types import Forward, Round, Sampling
 from exo_node.placement.errors import InvalidRequest
 from exo_node.proto import peer_pb2 as pb
+from exo_node.shard.engine.answers.events import Delta, EngineEvent, RebuiltText
+from exo_node.shard.engine.answers.request_limits import RequestLimits
 from exo_node.shard.engine.compute import ComputeThread
-from exo_node.shard.engine.events import Delta, EngineEvent, RebuiltText
 from exo_node.shard.engine.loop_guard import EARLY, LATE, LoopLimits
-from exo_node.shard.engine.parameters import Parameters
-from exo_node.shard.engine.request import MAX_UNREAD_EVENTS
-from exo_node.shard.engine.request_limits import RequestLimits
+from exo_node.shard.engine.request import MAX_UNREAD_EVENTS, Parameters
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.runner.generator_service import GeneratorService
 

@@ -25,8 +25,8 @@ from exo_node.placement.ids import NodeId
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc
 from exo_node.shard.checkpoint.prefix_files import header_of
+from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.compute import ComputeThread
-from exo_node.shard.engine.text_engine import TextEngine
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.runner import prefix_fetcher, prefix_sender
 from exo_node.shard.runner.generator_service import GeneratorService

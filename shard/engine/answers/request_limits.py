@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Final
 
-from ...mtp.types import Sampling
-from ...placement.errors import PROMPT, ContextLengthExceeded, InvalidRequest
+from ....mtp.types import Sampling
+from ....placement.errors import PROMPT, ContextLengthExceeded, InvalidRequest
 
 _RANGES: Final = (
     ("temperature", 0.0, 100.0),

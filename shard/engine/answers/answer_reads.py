@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from ...mtp.schedule import Schedule
-from ...proto.fields import changed
-from .parameters import Parameters
+from ....mtp.schedule import Schedule
+from ....proto.fields import changed
+from ..request import Parameters
 
 RECENT: Final = 8
 """Answers that wait at most, and those that a prompt is compared with."""

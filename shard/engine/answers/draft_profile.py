@@ -15,10 +15,10 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ...mtp.drafting.costs import LONGEST_S, RECENT, RoundCosts
-from ...mtp.drafting.depth import Prior
-from ...mtp.probe import Identity
-from ..checkpoint.files import read_bounded, write_atomic
+from ....mtp.drafting.costs import LONGEST_S, RECENT, RoundCosts
+from ....mtp.drafting.depth import Prior
+from ....mtp.probe import Identity
+from ...checkpoint.files import read_bounded, write_atomic
 
 log = logging.getLogger(__name__)
 

@@ -3,16 +3,16 @@
 import logging
 from dataclasses import replace
 
-from ...mtp.drafting.depth import AdaptiveDepth, DepthPolicy, FixedDepth
-from ...mtp.families.family import Family
-from ...mtp.families.head import DraftHead
-from ...placement.errors import InvalidRequest
-from ...proto.fields import changed
-from ..model.tensors import parked_reason
+from ....mtp.drafting.depth import AdaptiveDepth, DepthPolicy, FixedDepth
+from ....mtp.families.family import Family
+from ....mtp.families.head import DraftHead
+from ....placement.errors import InvalidRequest
+from ....proto.fields import changed
+from ...model.tensors import parked_reason
+from ..drafter import DraftModel
+from ..options import EngineOptions
+from ..request import Parameters
 from .draft_profile import DraftProfile
-from .drafter import DraftModel
-from .options import EngineOptions
-from .parameters import Parameters
 
 log = logging.getLogger(__name__)
 

@@ -6,17 +6,17 @@ from typing import Final
 
 from mlx import nn
 
-from ...mtp.caches.rollback import fixed_kinds
-from ...mtp.drafting.batch_lookup import BatchPolicy
-from ...mtp.drafting.costs import RoundCosts
-from ...mtp.drafting.lookup_drafts import PromptLookup
-from ...mtp.drafting.lookup_length import AdaptiveLength, CopyCosts, CopyEvidence
-from ...mtp.families.taped_gated_delta import keeps_states
-from ...mtp.probe import Subject
-from ..model.open_model import MODEL_FAULTS, headline
+from ....mtp.caches.rollback import fixed_kinds
+from ....mtp.drafting.batch_lookup import BatchPolicy
+from ....mtp.drafting.costs import RoundCosts
+from ....mtp.drafting.lookup_drafts import PromptLookup
+from ....mtp.drafting.lookup_length import AdaptiveLength, CopyCosts, CopyEvidence
+from ....mtp.families.taped_gated_delta import keeps_states
+from ....mtp.probe import Subject
+from ...model.open_model import MODEL_FAULTS, headline
+from ..options import EngineOptions
+from ..request import Parameters
 from .draft_profile import DraftProfile
-from .options import EngineOptions
-from .parameters import Parameters
 from .probing import probe_copies, probe_shared_copies
 
 log = logging.getLogger(__name__)

@@ -9,45 +9,43 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import mlx.core as mx
 
-from ...mtp.caches.batch_caches import can_batch
-from ...mtp.families.family import Family
-from ...mtp.families.table import family_of
-from ...mtp.sampler import Sampler
-from ...mtp.schedule import Schedule
-from ...mtp.targets import FamilyTarget, Target, WholeTarget
-from ...mtp.types import CacheTier, FinishReason, GenerationStats
-from ...placement.errors import InvalidRequest
-from ..kernels.install import used
-from ..model.load import Loaded
-from ..model.stage_model import StageModel
-from ..model.tower import embedding_of
-from ..pipeline.link import StageLink
-from ..text.stop_strings import StopStrings
+from ....mtp.caches.batch_caches import can_batch
+from ....mtp.families.family import Family
+from ....mtp.families.table import family_of
+from ....mtp.sampler import Sampler
+from ....mtp.schedule import Schedule
+from ....mtp.targets import FamilyTarget, Target, WholeTarget
+from ....mtp.types import CacheTier, FinishReason
+from ....placement.errors import InvalidRequest
+from ...kernels.install import used
+from ...model.load import Loaded
+from ...model.stage_model import StageModel
+from ...model.tower import embedding_of
+from ...pipeline.link import StageLink
+from ...text.stop_strings import StopStrings
+from ..compute import ComputeThread, as_exception
+from ..engine import Engine
+from ..executor import LocalExecutor
+from ..options import EngineOptions
+from ..pipeline_executor import PipelineExecutor
+from ..prefixes.disk import PrefixDisk
+from ..prefixes.lookup import PrefixLookup
+from ..prefixes.store import PrefixStore
+from ..prompt_images import PromptImages
+from ..request import DraftProgress, Parameters, ReplayProgress, Request
+from ..round_forms import RoundForms, lookahead_of
+from ..scheduler import Scheduler
 from .answer_reads import AnswerReads
-from .answers import AnswerEvents, AnswerHandle, Deliver, OnEnd
-from .compute import ComputeThread, as_exception
 from .draft_profile import DraftProfile, DraftProfileKey
 from .drafting import DraftControl
-from .engine import Engine
-from .events import AnswerEnd, EngineEvent
-from .executor import LocalExecutor
+from .events import AnswerEnd, AnswerEvents, AnswerHandle, Deliver, EngineEvent, OnEnd
 from .lookup_control import LookupControl
 from .model_measurements import ModelMeasurements
-from .options import EngineOptions
-from .parameters import Parameters
-from .pipeline_executor import PipelineExecutor
-from .prefixes.disk import PrefixDisk
-from .prefixes.lookup import PrefixLookup
-from .prefixes.store import PrefixStore
-from .prompt_images import PromptImages
 from .public_faults import public_fault
-from .request import DraftProgress, ReplayProgress, Request
 from .request_limits import RequestLimits
-from .round_forms import RoundForms, lookahead_of
-from .scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from ..text.codec import TextStream  # a generator's only, as `load` says
+    from ...text.codec import TextStream  # a generator's only, as `load` says
 
 log = logging.getLogger(__name__)
 
@@ -303,23 +301,22 @@ class TextEngine:
         parameters, text, measured = answer.request, answer.text, self.measurements
         self.drafting.park(request.drafts.parked_at)
         depth_reason = self._note_depth(request) if parameters.k else ""
-        given = GenerationStats(
-            num_draft_tokens=parameters.k,
-            drafting_reason=parameters.drafting.drafting_reason or self.drafting.parked_reason,
-            acceptance_rule=parameters.sampling.rule_of(request.most_drafts),
+        stats = answer.stats.finish(
             prompt_tokens=len(parameters.prompt),
-            draft_policy=parameters.policy,
-            head_parked=bool(self.drafting.parked_reason),
+            rule=parameters.sampling.rule_of(request.most_drafts),
+            policy=parameters.policy,
+            k=parameters.k,
+            reason=parameters.drafting.drafting_reason or self.drafting.parked_reason,
             depth_reason=depth_reason,
             resumes=parameters.attempt - 1,
+            parked=bool(self.drafting.parked_reason),
             kernels=self._kernels,
             cached_tokens=request.cached_rows,
             cached_tier=request.cached_tier,
             batching_reason=request.batching_reason,
-            lookup_reason=self.lookup.reason(parameters, shared=answer.stats.shares_without_copies),
             loop_reason="" if request.loop_guard is None else request.loop_guard.reason,
+            lookup_reason=self.lookup.reason(parameters, shared=answer.stats.shares_without_copies),
         )
-        stats = answer.stats.finish(given)
         if parameters.drafting.adaptive_draft:
             measured.profile.save()
         identity = measured.identity if parameters.k else "off"

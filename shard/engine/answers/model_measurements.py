@@ -5,16 +5,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ...mtp.probe import Costs, Subject, measure_costs
-from ...mtp.targets import Target
-from ..kernels.first_choices import choose_first
-from ..model.open_model import MODEL_FAULTS, headline
-from ..model.tensors import DTYPES
+from ....mtp.probe import Costs, Subject, measure_costs
+from ....mtp.targets import Target
+from ...kernels.first_choices import choose_first
+from ...model.open_model import MODEL_FAULTS, headline
+from ...model.tensors import DTYPES
+from ..drafter import new_draft
+from ..options import EngineOptions
+from ..request import Request
+from ..round_forms import RoundForms
+from ..stage_rounds import StageRounds
 from .draft_profile import DraftProfile
-from .drafter import new_draft
 from .drafting import DraftControl
 from .lookup_control import LookupControl
-from .options import EngineOptions
 from .probing import (
     batching_refusal,
     probe_batch_identity,
@@ -22,9 +25,6 @@ from .probing import (
     probe_fixed_rows,
     probe_identity,
 )
-from .request import Request
-from .round_forms import RoundForms
-from .stage_rounds import StageRounds
 
 log = logging.getLogger(__name__)
 

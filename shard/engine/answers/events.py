@@ -1,19 +1,50 @@
 """One answer between engine and reader: its events, and a handle for the reader's thread."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...mtp.stats import StatsCollector
-from ...mtp.types import Prefilled, Rebuilt, Round, Step
-from .compute import ComputeThread, as_exception
-from .events import Delta, EngineEvent, RebuiltText
-from .parameters import Parameters
-from .request import MAX_UNREAD_EVENTS, Request
+from ....mtp.stats import StatsCollector
+from ....mtp.types import FinishReason, GenerationStats, Prefilled, Rebuilt, Round, Step
+from ..compute import ComputeThread, as_exception
+from ..request import MAX_UNREAD_EVENTS, Parameters, Request
 
 if TYPE_CHECKING:
-    from ..text.codec import TextCodec
+    from ...text.codec import TextCodec
     from .text_engine import TextEngine
 
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One round and the text that became certain with it."""
+
+    round: Round
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerEnd:
+    """The end of an answer, with the text that was withheld until now."""
+
+    reason: FinishReason
+    text: str
+    stats: GenerationStats
+    identity: str
+    batch_identity: str = "off"
+    stopped_by: str = ""
+    """The stop string that ended the answer, if one did."""
+
+
+@dataclass(frozen=True, slots=True)
+class RebuiltText:
+    """Progress through the rounds of an earlier attempt, with the text that it delivered."""
+
+    rounds: int
+    total: int
+    text: str
+
+
+EngineEvent = Prefilled | RebuiltText | Delta | AnswerEnd
 Deliver = Callable[[EngineEvent], None]
 """Takes the events of an answer."""
 OnEnd = Callable[[BaseException | None], None]

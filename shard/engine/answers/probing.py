@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from ...mtp.batch_probe import SIZES, batch_identity
-from ...mtp.caches.batch_caches import can_batch
-from ...mtp.drafting.batch_lookup import sizes_of
-from ...mtp.drafting.costs import RoundCosts
-from ...mtp.lookup_probe import measure_batch, measure_copies
-from ...mtp.probe import (
+from ....mtp.batch_probe import SIZES, batch_identity
+from ....mtp.caches.batch_caches import can_batch
+from ....mtp.drafting.batch_lookup import sizes_of
+from ....mtp.drafting.costs import RoundCosts
+from ....mtp.lookup_probe import measure_batch, measure_copies
+from ....mtp.probe import (
     LONGEST_PROBED,
     PROMPT_ROWS,
     Subject,
@@ -17,8 +17,8 @@ from ...mtp.probe import (
     measure_costs,
     warm_up,
 )
+from ..options import EngineOptions
 from .draft_profile import DraftProfile, MeasuredCopies, MeasuredIdentity, MeasuredSharedCopies
-from .options import EngineOptions
 
 REPEATS = 3
 """Measurements of each cost; their median counts."""

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from ...mtp.finite import DraftNotFinite, NotFinite
-from ...mtp.grammar import GrammarMatcher
-from ...placement.errors import InvalidRequest, NumericError, StateLost
-from ..model.tensors import numeric_error
+from ....mtp.finite import DraftNotFinite, NotFinite
+from ....mtp.grammar import GrammarMatcher
+from ....placement.errors import InvalidRequest, NumericError, StateLost
+from ...model.tensors import numeric_error
 
 
 def public_fault(

@@ -8,31 +8,30 @@ from typing import Any, Final
 
 import mlx.core as mx
 
-from ...mtp.batch_prompts import prefill_together
-from ...mtp.probe import probe_ids
-from ...mtp.sampler import Sampler
-from ...mtp.schedule import prefill_ends
-from ...mtp.seams import as_row
-from ...mtp.stats import StatsCollector
-from ...mtp.targets import FamilyTarget
-from ...mtp.types import CacheTier, FinishReason, GenerationStats, Sampling
-from ...placement.drafting import GENERATES_NOTHING
-from ...proto import peer_pb2 as pb
-from ..kernels.install import used
-from ..model.embedder import POOLINGS, Embedder
-from ..model.encoder import PADDING
-from ..model.load import Loaded
-from ..model.open_model import MODEL_FAULTS, headline
-from .compute import ComputeThread, as_exception
-from .engine import Engine
-from .executor import LocalExecutor
-from .options import EngineOptions
-from .parameters import Parameters
+from ....mtp.batch_prompts import prefill_together
+from ....mtp.probe import probe_ids
+from ....mtp.sampler import Sampler
+from ....mtp.schedule import prefill_ends
+from ....mtp.seams import as_row
+from ....mtp.stats import StatsCollector
+from ....mtp.targets import FamilyTarget
+from ....mtp.types import CacheTier, FinishReason, GenerationStats, Sampling
+from ....placement.drafting import GENERATES_NOTHING
+from ....proto import peer_pb2 as pb
+from ...kernels.install import used
+from ...model.embedder import POOLINGS, Embedder
+from ...model.encoder import PADDING
+from ...model.load import Loaded
+from ...model.open_model import MODEL_FAULTS, headline
+from ..compute import ComputeThread, as_exception
+from ..engine import Engine
+from ..executor import LocalExecutor
+from ..options import EngineOptions
+from ..request import Embedding, Parameters, Request
+from ..scheduler import Scheduler
 from .probing import batching_refusal
 from .public_faults import public_fault
-from .request import Embedding, Request
 from .request_limits import RequestLimits
-from .scheduler import Scheduler
 
 MOST_RUNNING: Final = 64
 """Inputs of one request that the engine holds at once: others wait, so that the inputs of a later
