@@ -187,15 +187,19 @@ def _methods(node: ast.AST) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]
 
 def fields_of(form: str) -> int:
     """Annotated fields of a class `FILE:CLASS`, those of its bases in the product included."""
+    return len(_field_names(form))
+
+
+def _field_names(form: str) -> set[str]:
     file, _, name = form.partition(":")
     module = Module(ROOT, Path(file))
     definition = module.definitions[name]
     assert isinstance(definition, ast.ClassDef)
-    own = sum(isinstance(n, ast.AnnAssign) for n in definition.body)
+    own = {ast.unparse(n.target) for n in definition.body if isinstance(n, ast.AnnAssign)}
     for base in definition.bases:
         if isinstance(base, ast.Name) and base.id in module.definitions:
-            own += fields_of(f"{file}:{base.id}")
+            own |= _field_names(f"{file}:{base.id}")
         elif isinstance(base, ast.Name) and base.id in module.imports:
             path, target = module.imports[base.id]
-            own += fields_of(f"{path}:{target}")
+            own |= _field_names(f"{path}:{target}")
     return own

@@ -6,14 +6,11 @@ from typing import Any, Final, Literal, final
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....placement.ids import ModelId, RequestId
+from ....placement.ids import RequestId
 from ....proto import peer_pb2 as pb
-from ....proto.fields import filled
-from ...chat.images import gathered
 from ...chat.requests import (
     CallPart,
     Finished,
-    GenerationRequest,
     Part,
     PromptLogprobs,
     ReasoningDelta,
@@ -28,7 +25,7 @@ from ..http.routes import ApiRoute
 from ..http.sse import named_event
 from ..openai.openai_api import call_id
 from ..shared.answering import Answering, read
-from ..shared.sampling_schema import explicit_values, sampling_of
+from ..shared.sampling_schema import generation
 from ..shared.structured_schema import one_grammar
 from .messages_schema import MessagesBody
 
@@ -47,25 +44,17 @@ BlockKind = Literal["text", "thinking", "tool_use"]
 
 def _parse(body: MessagesBody, request_id: RequestId) -> Exchange:
     ignored = unknown_fields(body)
-    values = explicit_values(body, ("temperature", "top_p", "top_k"))
-    sampling, explicit_fields = sampling_of(values)
     tools = body.callable_tools(ignored)
-    messages, images = gathered(body.for_template(ignored))
-    request = GenerationRequest(
-        id=request_id,
-        model=ModelId(body.model),
-        messages=messages,
-        images=images,
-        sampling=sampling,
-        explicit_fields=explicit_fields,
-        limits=filled(pb.Limits, body, stop=body.stop_sequences),
+    request = generation(
+        body,
+        request_id,
+        body.for_template(ignored),
+        limits={"stop": body.stop_sequences},
         output=pb.Output(
             call_parts=bool(body.stream),
             grammar=one_grammar(body.required_call(tools), body.form, ignored),
         ),
-        sharing=filled(pb.Sharing, body),
         tools=tools,
-        options=body.options,
     )
     renderer = _MessageRenderer(body.model, request_id)
     return Exchange(request, [renderer], bool(body.stream), tuple(dict.fromkeys(ignored)))

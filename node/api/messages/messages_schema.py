@@ -11,12 +11,11 @@ from ...chat.images import Content, latest_user_turn
 from ..http.bodies import TolerantBody
 from ..shared.history import MAX_MESSAGES, NOTHING_TO_READ, History, HistoryBody, role_of
 from ..shared.message_parts import Part, PartList, Parts, content_for_template, thoughts_of
-from ..shared.sampling_schema import TopK
+from ..shared.sampling_schema import UINT32, AnswerBody, StopStrings, TopK
 from ..shared.structured_schema import schema_grammar
 from ..shared.thinking_schema import thinking_options
 from ..shared.tool_schema import MAX_TOOLS, required_call, schemas_text, tool_for_template
 
-_UINT32: Final = 2**32 - 1
 _BILLING: Final = "x-anthropic-billing-header:"
 """The beginning of a line of Claude Code that means nothing to a model. It differs between
 conversations, so with it the rows after it could never come from the prefix cache."""
@@ -74,7 +73,7 @@ class ToolChoice(TolerantBody):
 
 class Thinking(TolerantBody):
     type: Literal["enabled", "disabled", "adaptive"] | None = None
-    budget_tokens: Annotated[int | None, Field(ge=0, le=_UINT32)] = None
+    budget_tokens: Annotated[int | None, Field(ge=0, le=UINT32)] = None
 
 
 class OutputFormat(TolerantBody):
@@ -87,24 +86,20 @@ class OutputConfig(TolerantBody):
     format: OutputFormat | None = None
 
 
-class MessagesBody(TolerantBody):
+class MessagesBody(AnswerBody, TolerantBody):
     """`max_tokens` may be missing: `count_tokens` has none, and the context has an end."""
 
     without_effect: ClassVar[frozenset[str]] = frozenset(("metadata", "service_tier"))
 
-    model: Annotated[str, Field(min_length=1, max_length=256)]
     messages: Annotated[
         list[AnthropicMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
     ]
-    max_tokens: Annotated[int | None, Field(ge=1, le=_UINT32)] = None
+    max_tokens: Annotated[int | None, Field(ge=1, le=UINT32)] = None
     system: str | PartList | None = None
-    stream: bool | None = None
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     top_k: TopK = None
-    stop_sequences: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=256)]] | None, Field(max_length=16)
-    ] = None
+    stop_sequences: StopStrings = None
     tools: Annotated[list[AnthropicTool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -113,10 +108,6 @@ class MessagesBody(TolerantBody):
     """The field's place in the beta of structured outputs."""
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
-    cache: bool | None = None
-    """The same as in `SamplingBody`."""
-    loop_guard: bool | None = None
-    """The same as in `ChatBody`."""
 
     def for_template(self, ignored: list[str]) -> list[dict[str, Any]]:
         """The messages for a chat template; what was dropped is appended to `ignored`."""
@@ -192,7 +183,6 @@ class MessagesBody(TolerantBody):
 
     @property
     def form(self) -> Grammar | None:
-        """The constraint on the answer's text."""
         if self.output_config is not None and self.output_config.format is not None:
             return schema_grammar(self.output_config.format.json_schema, "output_config.format")
         if self.output_format is not None:
@@ -200,8 +190,7 @@ class MessagesBody(TolerantBody):
         return None
 
     @property
-    def options(self) -> dict[str, Any]:
-        """The options of the chat template; without any field of thinking the model decides."""
+    def template_options(self) -> dict[str, Any]:
         thinking, config = self.thinking, self.output_config
         return thinking_options(
             effort=config.effort if config else None,

@@ -3,11 +3,11 @@
 import base64
 import time
 from array import array
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal, cast, final
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field
-from pydantic_core import PydanticCustomError
 
 from ....mtp.types import Sampling
 from ....placement.ids import ModelId, RequestId
@@ -17,70 +17,45 @@ from ..http.bodies import StrictBody, TolerantBody, unknown_fields
 from ..http.dialects import OLLAMA, OPENAI, Dialect, Exchange, WholeAnswer, WireFormat
 from ..http.errors import HttpFault
 from ..http.keep_alive import KeepAlive
-from .ollama_schema import ModelName, OllamaOptions
+from ..shared.inputs_schema import AnyInput, input_fault, inputs_of
+from ..shared.sampling_schema import ModelName
+from .ollama_schema import OllamaName, OllamaOptions
 
 MOST_INPUTS: Final = 2048
 """OpenAI's limit of inputs in one request."""
-MOST_ID: Final = 2**31 - 1
-Input = str | tuple[int, ...]
 
 
-def _fault(at: str, sentence: str) -> PydanticCustomError:
-    return PydanticCustomError("input", "{sentence}", {"sentence": sentence, "at": at})
+def _inputs(value: object) -> tuple[str | tuple[int, ...], ...]:
+    """Texts and token ids, none of them empty. Raises naming the one at fault."""
+    inputs = inputs_of(value, MOST_INPUTS)
+    for number, each in enumerate(inputs):
+        if not each:
+            at = "" if isinstance(value, str) else f"[{number}]"
+            raise input_fault(at, "should not be empty; send a text or token ids")
+    return tuple(each if isinstance(each, str) else tuple(each) for each in inputs)
 
 
-def _ids(value: list[object], at: str) -> tuple[int, ...]:
-    for number, token in enumerate(value):
-        # 5.0 is 5: the same JSON number, and some languages write only the first.
-        whole = isinstance(token, int | float) and not isinstance(token, bool) and token % 1 == 0
-        if not whole or not 0 <= cast("float", token) <= MOST_ID:
-            raise _fault(f"{at}[{number}]", f"should be a token id of 0 to {MOST_ID}")
-    return tuple(int(cast("float", token)) for token in value)
-
-
-def _one(value: object, at: str) -> Input:
-    if not isinstance(value, str | list):
-        raise _fault(at, "should be a text or a list of token ids")
-    if not value:
-        raise _fault(at, "should not be empty; send a text or token ids")
-    return value if isinstance(value, str) else _ids(cast("list[object]", value), at)
-
-
-def _inputs(value: object) -> tuple[Input, ...]:
-    """A text, token ids, or a list of either, as a list. Raises naming the one at fault."""
-    if isinstance(value, str):
-        return (_one(value, ""),)
-    if not isinstance(value, list) or not value:
-        raise _fault("", "should be a text, a list of token ids, or a list of these")
-    items = cast("list[object]", value)
-    if isinstance(items[0], int | float):
-        return (_ids(items, ""),)
-    if len(items) > MOST_INPUTS:
-        raise _fault("", f"should have at most {MOST_INPUTS} inputs; send the others by themselves")
-    return tuple(_one(item, f"[{number}]") for number, item in enumerate(items))
-
-
-def _texts(value: object) -> tuple[Input, ...]:
+def _texts(value: object) -> tuple[str | tuple[int, ...], ...]:
     """The same of texts alone, as Ollama's API has it."""
     inputs = _inputs(value)
     for number, each in enumerate(inputs):
         if not isinstance(each, str):
-            raise _fault("" if len(inputs) == 1 else f"[{number}]", "should be a text")
+            raise input_fault("" if len(inputs) == 1 else f"[{number}]", "should be a text")
     return inputs
 
 
-Inputs = Annotated[
-    Any,
-    BeforeValidator(_inputs, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
-]
+Inputs = Annotated[Any, BeforeValidator(_inputs, json_schema_input_type=AnyInput)]
 Texts = Annotated[Any, BeforeValidator(_texts, json_schema_input_type=str | list[str])]
 Dimensions = Annotated[int | None, Field(ge=1, le=2**16)]
+
+
+Render = Callable[[WholeAnswer, Finished], dict[str, Any]]
 
 
 class EmbeddingsBody(StrictBody):
     """The body of `POST /v1/embeddings`."""
 
-    model: Annotated[str, Field(min_length=1, max_length=256)]
+    model: ModelName
     input: Inputs
     dimensions: Dimensions = None
     encoding_format: Literal["float", "base64"] | None = None
@@ -93,33 +68,31 @@ class EmbeddingsBody(StrictBody):
     without_effect: ClassVar[frozenset[str]] = frozenset(("user",))
 
 
-class OllamaEmbedBody(TolerantBody):
+class _OllamaBody(TolerantBody):
+    model: OllamaName
+    options: OllamaOptions | None = None
+    keep_alive: KeepAlive = None
+
+    without_effect: ClassVar[frozenset[str]] = frozenset(("options",))
+
+
+class OllamaEmbedBody(_OllamaBody):
     """The body of `POST /api/embed`."""
 
-    model: ModelName
     input: Texts
     dimensions: Dimensions = None
     truncate: bool | None = None
     """true unless it is false: see `EmbeddingsBody`."""
-    options: OllamaOptions | None = None
-    keep_alive: KeepAlive = None
-
-    without_effect: ClassVar[frozenset[str]] = frozenset(("options",))
 
 
-class OllamaEmbeddingsBody(TolerantBody):
+class OllamaEmbeddingsBody(_OllamaBody):
     """The body of `POST /api/embeddings`, the older form of `/api/embed` for one text."""
 
-    model: ModelName
     prompt: Annotated[str, Field(min_length=1)]
-    options: OllamaOptions | None = None
-    keep_alive: KeepAlive = None
-
-    without_effect: ClassVar[frozenset[str]] = frozenset(("options",))
 
 
 def _request(
-    body: EmbeddingsBody | OllamaEmbedBody | OllamaEmbeddingsBody,
+    body: EmbeddingsBody | _OllamaBody,
     request_id: RequestId,
     embeddings: Embeddings,
     *,
@@ -170,9 +143,7 @@ def _parse_embed(body: OllamaEmbedBody, request_id: RequestId) -> Exchange:
             "prompt_eval_count": end.prompt_tokens,
         }
 
-    request = _request(body, request_id, embeddings)
-    renderer = _EmbeddingRenderer(render, OLLAMA)
-    return Exchange(request, [renderer], stream=False, ignored=unknown_fields(body))
+    return _ollama_exchange(body, _request(body, request_id, embeddings), render)
 
 
 def _parse_embeddings(body: OllamaEmbeddingsBody, request_id: RequestId) -> Exchange:
@@ -180,6 +151,10 @@ def _parse_embeddings(body: OllamaEmbeddingsBody, request_id: RequestId) -> Exch
         return {"embedding": _numbers(answer.vectors[0])}
 
     request = _request(body, request_id, Embeddings((body.prompt,), truncate=True))
+    return _ollama_exchange(body, request, render)
+
+
+def _ollama_exchange(body: _OllamaBody, request: GenerationRequest, render: Render) -> Exchange:
     renderer = _EmbeddingRenderer(render, OLLAMA)
     return Exchange(request, [renderer], stream=False, ignored=unknown_fields(body))
 
@@ -193,18 +168,15 @@ def _base64(vector: bytes) -> str:
     return base64.b64encode(vector).decode()
 
 
-@final
+@dataclass(frozen=True, slots=True)
 class _EmbeddingRenderer:
     """Renders embeddings, which are never streamed."""
 
-    def __init__(
-        self, render: Callable[[WholeAnswer, Finished], dict[str, Any]], wire: WireFormat
-    ) -> None:
-        self._render = render
-        self._wire = wire
+    render_whole: Render
+    wire: WireFormat
 
-    def whole(self, answer: WholeAnswer, end: Finished) -> Mapping[str, Any]:
-        return self._render(answer, end)
+    def whole(self, answer: WholeAnswer, end: Finished) -> dict[str, Any]:
+        return self.render_whole(answer, end)
 
     def render(self, event: Part) -> bytes:
         return b""
@@ -213,7 +185,7 @@ class _EmbeddingRenderer:
         return b""
 
     def fault(self, fault: HttpFault) -> bytes:
-        return self._wire.frame(fault)
+        return self.wire.frame(fault)
 
 
 EMBEDDINGS: Final = Dialect("/v1/embeddings", EmbeddingsBody, _parse)

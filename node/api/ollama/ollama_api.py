@@ -10,11 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....mtp.types import Sampling
-from ....placement.errors import InvalidRequest
 from ....placement.ids import RequestId
 from ....proto import peer_pb2 as pb
-from ....proto.fields import filled
-from ...chat.images import gathered
 from ...chat.requests import CallPart, Finished, GenerationRequest, Part, ReasoningDelta, TextDelta
 from ...trust.local_token import TOKEN_FILE, TOKEN_HEADER
 from ..http.bodies import unknown_fields
@@ -34,6 +31,7 @@ from ..operations.operations_api import Json, Operations
 from ..shared.answering import Answering, read
 from ..shared.chat_message import messages_for_template
 from ..shared.history import History
+from ..shared.sampling_schema import generation
 from .ollama_schema import OllamaChatBody, OllamaGenerateBody, OllamaOptions, ShowBody
 
 PromptBody = OllamaChatBody | OllamaGenerateBody
@@ -77,25 +75,17 @@ def _request(
     text: str | None = None,
     suffix: str | None = None,
 ) -> GenerationRequest:
-    messages, images = gathered(prompt)
     options = body.options or OllamaOptions()
-    sampling, explicit_fields = options.sampling()
-    return GenerationRequest(
-        id=request_id,
-        model=body.id,
-        sampling=sampling,
-        explicit_fields=explicit_fields,
-        limits=filled(pb.Limits, body, max_tokens=options.token_limit, stop=options.stop),
+    return generation(
+        body,
+        request_id,
+        prompt,
+        limits={"max_tokens": options.token_limit, "stop": options.stop},
         output=pb.Output(grammar=body.form),
-        sharing=filled(pb.Sharing, body),
         num_draft_tokens=options.draft_num_predict,
-        options=body.template_options,
-        messages=messages,
-        images=images,
         tools=tools,
         text=text,
         suffix=suffix,
-        keep_alive_s=body.keep_alive,
     )
 
 
@@ -140,9 +130,7 @@ class Ollama:
         return {"models": [ollama_loaded(entry, nodes) for entry in entries]}
 
     async def show(self, request: Request, body: ShowBody) -> Json:
-        model = body.model or body.name
-        if model is None:
-            raise InvalidRequest("'model' is required", param="model")
+        model = body.named_model
         for entry in with_profiles(await self._entries(), profiles_of(request)):
             if entry["id"] == model and entry.get("downloaded", True):
                 return ollama_shown(entry)

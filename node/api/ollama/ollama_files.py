@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....placement.errors import DownloadFailed, ExoNodeError, InvalidRequest
+from ....placement.errors import DownloadFailed, ExoNodeError
 from ..http.bodies import TolerantBody, ignored_header, read_body, unknown_fields
 from ..http.dialects import NDJSON, OLLAMA, OLLAMA_FILES
 from ..http.errors import fault_of
@@ -17,30 +17,23 @@ from ..http.routes import ApiRoute
 from ..http.sse import EventStream, Silence, attended
 from ..http.strict_json import encode
 from ..operations.models_api import Json, ModelFiles, PullBody
-from .ollama_schema import ModelName
+from .ollama_schema import NamingBody, OllamaName
 
 _HUB_NAMES: Final = ("hf.co/", "huggingface.co/")
 
 
-class OllamaPullBody(TolerantBody):
+class OllamaPullBody(NamingBody):
     """`model` is `owner/name` on the Hugging Face hub, as `hf.co/owner/name` too."""
 
-    model: ModelName | None = None
-    name: ModelName | None = None
     stream: bool | None = None
     insecure: bool | None = None
 
     without_effect: ClassVar[frozenset[str]] = frozenset(("insecure",))
 
 
-class OllamaDeleteBody(TolerantBody):
-    model: ModelName | None = None
-    name: ModelName | None = None
-
-
 class OllamaCopyBody(TolerantBody):
-    source: ModelName
-    destination: ModelName
+    source: OllamaName
+    destination: OllamaName
 
 
 class OllamaFiles:
@@ -54,13 +47,14 @@ class OllamaFiles:
         pull, delete, copy = OLLAMA_FILES
         return [
             ApiRoute("POST", pull, self.pull, body=OllamaPullBody),
-            ApiRoute("DELETE", delete, self.delete, body=OllamaDeleteBody),
+            ApiRoute("DELETE", delete, self.delete, body=NamingBody),
             ApiRoute("POST", copy, self.copy, body=OllamaCopyBody),
         ]
 
     async def pull(self, request: Request) -> Response:
         body = await read_body(request, OllamaPullBody)
-        states = await self._files.pull(PullBody(model=_model(body)), stays=False)
+        model = _plain(body.named_model)
+        states = await self._files.pull(PullBody(model=model), stays=False)
         lines = self._lines(states, request)
         if body.stream is not False:
             return EventStream(_with_fault(lines), NDJSON)
@@ -70,8 +64,8 @@ class OllamaFiles:
         return json_response({"status": "success"}, headers=_ignored(body, request))
 
     async def delete(self, request: Request) -> Response:
-        body = await read_body(request, OllamaDeleteBody)
-        model = _model(body)
+        body = await read_body(request, NamingBody)
+        model = _plain(body.named_model)
         if not await self._files.remove_name(model):
             _ = await self._files.remove(model, dry_run=False)
         return Response(headers=_ignored(body, request))
@@ -121,13 +115,6 @@ def _line(state: Json) -> dict[str, Any]:
     digest = f"sha256:{hashlib.sha256(model.encode()).hexdigest()}"
     progress = {"digest": digest, "total": total, "completed": state["done_bytes"]}
     return {"status": f"pulling {model}", **progress}
-
-
-def _model(body: OllamaPullBody | OllamaDeleteBody) -> str:
-    name = _plain(body.model or body.name or "")
-    if not name:
-        raise InvalidRequest("'model' is required; write owner/name", param="model")
-    return name
 
 
 def _plain(name: str) -> str:

@@ -5,21 +5,19 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import BeforeValidator, Field
 
 from ....mtp.types import Sampling
-from ....placement.errors import UnsupportedParameter
-from ....placement.ids import ModelId
+from ....placement.errors import InvalidRequest, UnsupportedParameter
 from ....proto.peer_pb2 import Grammar
 from ...chat.images import content_of
 from ..http.bodies import TolerantBody
 from ..http.keep_alive import KeepAlive
 from ..shared.chat_message import ChatMessage
 from ..shared.history import MAX_MESSAGES
-from ..shared.image_parts import image_of_base64
-from ..shared.sampling_schema import TopK, explicit_values, sampling_of
+from ..shared.message_parts import image_of_base64
+from ..shared.sampling_schema import UINT32, AnswerBody, Stop, TopK, explicit_values, sampling_of
 from ..shared.structured_schema import schema_grammar
 from ..shared.thinking_schema import thinking_options
 from ..shared.tool_schema import MAX_TOOLS, Tool
 
-_UINT32: Final = 2**32 - 1
 _LATEST: Final = ":latest"
 PENALTIES: Final = {
     "repeat_penalty": "repetition_penalty",
@@ -36,11 +34,7 @@ def _plain_name(value: Any) -> Any:
     return value.removesuffix(_LATEST) if isinstance(value, str) else value
 
 
-ModelName = Annotated[str, Field(min_length=1, max_length=256), BeforeValidator(_plain_name)]
-
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+OllamaName = Annotated[str, Field(min_length=1, max_length=256), BeforeValidator(_plain_name)]
 
 
 class OllamaOptions(TolerantBody):
@@ -51,14 +45,10 @@ class OllamaOptions(TolerantBody):
     top_k: TopK = None
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     seed: int | None = None
-    num_predict: Annotated[int | None, Field(ge=-2, le=_UINT32)] = None
-    num_ctx: Annotated[int | None, Field(ge=0, le=_UINT32)] = None
+    num_predict: Annotated[int | None, Field(ge=-2, le=UINT32)] = None
+    num_ctx: Annotated[int | None, Field(ge=0, le=UINT32)] = None
     """The bound of an answer; the model's context is what it is."""
-    stop: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=256)]] | None,
-        Field(max_length=16),
-        BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None),
-    ] = None
+    stop: Stop = None
     repeat_penalty: Annotated[float | None, Field(gt=0, le=10)] = None
     repeat_last_n: Annotated[int | None, Field(ge=-1, le=4096)] = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
@@ -83,27 +73,20 @@ class OllamaOptions(TolerantBody):
         return sampling_of(fields)
 
 
-class _PromptBody(TolerantBody):
+class _PromptBody(AnswerBody, TolerantBody):
     """The common fields of `chat` and `generate`."""
 
-    model: ModelName
-    stream: bool | None = None
+    model: OllamaName
     think: Think | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
     options: OllamaOptions | None = None
     keep_alive: KeepAlive = None
-    cache: bool | None = None
-    """The same as in `SamplingBody`."""
-    loop_guard: bool | None = None
-    """The same as in `ChatBody`."""
 
-    @property
-    def id(self) -> ModelId:
-        return ModelId(self.model)
+    def sampling(self) -> tuple[Sampling, frozenset[str]]:
+        return (self.options or OllamaOptions()).sampling()
 
     @property
     def form(self) -> Grammar | None:
-        """The constraint on the answer's text."""
         if not self.format:
             return None
         return schema_grammar(None if isinstance(self.format, str) else self.format, "format")
@@ -133,14 +116,10 @@ class OllamaGenerateBody(_PromptBody):
 
     def check(self) -> None:
         """Refuses what this node cannot do. Raises UnsupportedParameter."""
-        if self.images and self.raw:
-            raise UnsupportedParameter(
-                "'images' has no place in a raw prompt; leave 'raw' out", param="images"
-            )
-        if self.images and self.suffix:
-            raise UnsupportedParameter(
-                "'images' has no place around a gap; leave 'suffix' out", param="images"
-            )
+        for name, place in (("raw", "in a raw prompt"), ("suffix", "around a gap")):
+            if self.images and getattr(self, name):
+                message = f"'images' has no place {place}; leave '{name}' out"
+                raise UnsupportedParameter(message, param="images")
 
     def messages(self) -> list[dict[str, Any]]:
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -152,9 +131,22 @@ class OllamaGenerateBody(_PromptBody):
         return [*system, {"role": "user", "content": content}]
 
 
-class ShowBody(TolerantBody):
-    model: ModelName | None = None
-    name: ModelName | None = None
+class NamingBody(TolerantBody):
+    """A body that is about a model; `name` is the older name of `model`."""
+
+    model: OllamaName | None = None
+    name: OllamaName | None = None
+
+    @property
+    def named_model(self) -> str:
+        """The model's name. Raises InvalidRequest if it is missing."""
+        model = self.model or self.name
+        if not model:
+            raise InvalidRequest("'model' is required; write owner/name", param="model")
+        return model
+
+
+class ShowBody(NamingBody):
     verbose: bool | None = None
 
     without_effect: ClassVar[frozenset[str]] = frozenset(("verbose",))

@@ -11,16 +11,15 @@ from ...chat.requests import Finished, Part, PromptLogprobs, Started, TextDelta,
 from ..http.dialects import OPENAI, WholeAnswer
 from ..http.errors import HttpFault
 from ..http.sse import data
-from ..shared.choices import ChoiceStream, statistics
+from ..shared.choices import ChoiceStream
 from .completion_logprobs import CompletionLogprobs
 from .completions_schema import CompletionBody
 
 
 def renderers_of(body: CompletionBody, request_id: RequestId) -> list["CompletionRenderer"]:
     """A renderer for each choice of a request."""
-    options = body.stream_options
-    count, usage_apart = body.count * len(body.prompt), options and options.include_usage is True
-    stream = ChoiceStream(count, usage_apart is True, len(body.prompt))
+    count = body.count * len(body.prompt)
+    stream = ChoiceStream(count, body.has_usage_apart, len(body.prompt))
     return [CompletionRenderer(body, request_id, number, stream) for number in range(count)]
 
 
@@ -59,8 +58,7 @@ class CompletionRenderer:
         if self._with_answer:
             text, ids = echo + answer.text, tuple(answer.ids)
             scores = _sum(scores, self._scores(answer.logprobs))
-        choice = self._choice(text, ids, end.reason, scores)
-        return {**self._head, "choices": [choice], **statistics([end])}
+        return self._stream.body(self._head, self._choice(text, ids, end.reason, scores), end)
 
     def heartbeat(self) -> bytes:
         return self._chunk(self._choice("", (), None))
@@ -76,8 +74,7 @@ class CompletionRenderer:
                 return self._text(event)
             case Finished():
                 end = self._end(event)
-                choice = self._choice("", (), end.reason)
-                return self._stream.last(end, {**self._head, "choices": [choice]})
+                return self._stream.last(self._head, self._choice("", (), end.reason), end)
             case _:
                 return b""
 

@@ -1,6 +1,5 @@
 """`POST /v1/completions`, `/v1/tokenize` and `/v1/detokenize`: text and ids without a template."""
 
-from dataclasses import replace
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -8,7 +7,6 @@ from starlette.requests import Request
 from ....mtp.types import Sampling
 from ....placement.ids import ModelId, RequestId
 from ....proto import peer_pb2 as pb
-from ....proto.fields import filled
 from ...chat.images import gathered
 from ...chat.requests import GenerationRequest
 from ..http.dialects import Dialect, Exchange
@@ -16,13 +14,14 @@ from ..http.routes import ApiRoute, post_json
 from ..shared.answering import Answering
 from ..shared.chat_message import messages_for_template
 from ..shared.history import History
+from ..shared.sampling_schema import generation
 from ..shared.thinking_schema import thinking_options
 from .completion_renderer import renderers_of
-from .completions_schema import CompletionBody, DetokenizeBody, Prompt, TokenizeBody
+from .completions_schema import CompletionBody, DetokenizeBody, TokenizeBody
 
 
 def bare_request(
-    model: str, request_id: RequestId, prompt: Prompt, field: str = "prompt"
+    model: str, request_id: RequestId, prompt: str | list[int], field: str = "prompt"
 ) -> GenerationRequest:
     """`field`: the body's, for errors."""
     text, ids = (prompt, None) if isinstance(prompt, str) else (None, tuple(prompt))
@@ -33,31 +32,28 @@ def bare_request(
 
 def _parse(body: CompletionBody, request_id: RequestId) -> Exchange:
     requests = [_request(body, request_id, number) for number in range(len(body.prompt))]
-    ignored = body.stream_options.ignored if body.stream_options else []
     renderers = renderers_of(body, request_id)
-    return Exchange(requests[0], renderers, bool(body.stream), ignored, requests[1:])
+    return Exchange(requests[0], renderers, bool(body.stream), body.ignored, requests[1:])
 
 
 def _request(body: CompletionBody, request_id: RequestId, number: int) -> GenerationRequest:
     """The request for the prompt of that number."""
-    sampling, explicit_fields = body.sampling()
+    prompt = body.prompt[number]
     field = f"prompt[{number}]" if len(body.prompt) > 1 else "prompt"
     name = RequestId(f"{request_id}-p{number}" if number else request_id)
-    return replace(
-        bare_request(body.model, name, body.prompt[number], field),
-        sampling=sampling,
-        explicit_fields=explicit_fields,
-        limits=filled(pb.Limits, body, max_tokens=body.token_limit, ignore_eos=None),
+    return generation(
+        body,
+        name,
+        text=prompt if isinstance(prompt, str) else None,
+        ids=None if isinstance(prompt, str) else tuple(prompt),
+        prompt_field=field,
+        limits={"max_tokens": body.token_limit},
         output=pb.Output(
             top_logprobs=0 if body.logprobs is None and body.scores_prompt else body.logprobs,
             prompt_logprobs=body.scores_prompt,
             grammar=body.form,
         ),
-        sharing=filled(pb.Sharing, body),
-        num_draft_tokens=body.num_draft_tokens,
-        draft_policy=body.draft_policy,
         suffix=body.suffix or None,
-        keep_alive_s=body.keep_alive,
     )
 
 

@@ -1,121 +1,63 @@
 """The fields of completions, tokenize and detokenize."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import (
     BeforeValidator,
-    ConfigDict,
-    FailFast,
     Field,
     SkipValidation,
-    TypeAdapter,
-    ValidationError,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from ..http.bodies import StrictBody
-from ..http.keep_alive import KeepAlive
 from ..http.strict_json import MAX_ELEMENTS
 from ..shared.chat_message import ChatMessage
-from ..shared.choices_schema import ChoicesFields
 from ..shared.history import MAX_MESSAGES
-from ..shared.sampling_schema import SamplingBody, none_of_minus_one
-from ..shared.tool_schema import MAX_TOOLS, TemplateKwargs, Tool
-from .openai_schema import NEUTRAL, StreamOptions, without_neutral
+from ..shared.inputs_schema import AnyInput, TokenId, input_fault, inputs_of
+from ..shared.sampling_schema import UINT32, ModelName, NoneOfMinusOne
+from ..shared.thinking_schema import TemplateKwargs
+from ..shared.tool_schema import MAX_TOOLS, Tool
+from .openai_schema import NEUTRAL, OpenAiBody
 
 MAX_TOKENS: Final = 16
 """OpenAI's default for this endpoint; the chat's is the end of the context."""
 
-_REFUSED: Final = {name: values for name, values in NEUTRAL.items() if name != "echo"}
-
-
-def _whole(value: Any) -> Any:
-    """Accepts 5.0 for 5: they are the same JSON number, and some languages write only the first."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-MOST_ID: Final = 2**32 - 1
-TokenId = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MOST_ID)]
-_TOKEN_IDS: Final = TypeAdapter[list[int]](
-    Annotated[list[TokenId], FailFast()], config=ConfigDict(strict=True)
-)
-Prompt = str | list[TokenId]
 MAX_ANSWERS: Final = 128
 """The most answers of one request: choices of all its prompts."""
 
 
-def _prompts(value: Any) -> Any:
-    """The prompts: a text, a list of token ids, or a list of either kind."""
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
-        raise PydanticCustomError("prompt", "should be a text or a list of token ids")
-    items = cast(list[object], value)
-    if not items or not isinstance(items[0], str | list):
-        return [_token_ids(items)]
-    if len(items) > MAX_ANSWERS:
-        raise PydanticCustomError("prompt", "should be at most {most} prompts", _MOST)
-    if all(isinstance(item, str) for item in items):
-        return items
-    for number, item in enumerate(items):
-        if not isinstance(item, list):
-            context = {"at": f"[{number}]"}
-            sentence = "should be a list of token ids, as those before it, or all be texts"
-            raise PydanticCustomError("prompt", sentence, context)
-    lists = cast(list[list[object]], items)
-    one = len(lists) == 1
-    return [_token_ids(ids, "" if one else f"[{at}]") for at, ids in enumerate(lists)]
-
-
-_MOST: Final = {"most": MAX_ANSWERS}
-
-
-def _token_ids(ids: list[object], place: str = "") -> list[int]:
-    """The ids of a prompt. Raises for an empty list, and naming the one that is none."""
-    if not ids:
-        raise PydanticCustomError("prompt", "should have at least 1 token id", {"at": place})
-    try:
-        return _TOKEN_IDS.validate_python(ids)
-    except ValidationError as fault:
-        number = fault.errors()[0]["loc"][0]
-        context = {"at": f"{place}[{number}]", "most": MOST_ID}
-        sentence = "should be a token id of 0 to {most}"
-        raise PydanticCustomError("prompt", sentence, context) from None
+def _prompts(value: Any) -> list[str | list[int]]:
+    """The prompts, which are all texts or all token ids."""
+    prompts = inputs_of(value, MAX_ANSWERS)
+    for number, prompt in enumerate(prompts):
+        if isinstance(prompt, str) != isinstance(prompts[0], str):
+            sentence = "should be like those before it: all texts, or all lists of token ids"
+            raise input_fault(f"[{number}]", sentence)
+    return prompts
 
 
 def _none_of_false(value: Any) -> Any:
     return None if value is False else value
 
 
-class CompletionBody(SamplingBody, ChoicesFields):
+class CompletionBody(OpenAiBody):
     """The body of `POST /v1/completions`."""
 
-    model: Annotated[str, Field(min_length=1, max_length=256)]
-    without_effect: ClassVar[frozenset[str]] = frozenset(("user", "metadata", "cache_prompt"))
-    refused_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = _REFUSED
+    refused_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        name: values for name, values in NEUTRAL.items() if name != "echo"
+    }
 
     prompt: Annotated[
-        SkipValidation[list[Prompt]],  # it is valid then
-        BeforeValidator(
-            _prompts,
-            json_schema_input_type=str | list[TokenId] | list[str] | list[list[TokenId]],
-        ),
+        SkipValidation[list[str | list[int]]],  # it is valid then
+        BeforeValidator(_prompts, json_schema_input_type=AnyInput),
     ]
-    max_tokens: Annotated[
-        Annotated[int, Field(ge=0, le=2**32 - 1)] | None,
-        BeforeValidator(
-            none_of_minus_one,
-            json_schema_input_type=Annotated[int | None, Field(ge=-1, le=2**32 - 1)],
-        ),
-    ] = None
+    max_tokens: Annotated[int | None, Field(ge=0, le=UINT32), NoneOfMinusOne] = None
     """0: the prompt's echo alone."""
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
     logprobs: Annotated[
-        Annotated[int, Field(ge=0, le=5)] | None,
+        int | None,
+        Field(ge=0, le=5),
         BeforeValidator(
             _none_of_false,
             json_schema_input_type=Annotated[int | Literal[False] | None, Field(ge=0, le=5)],
@@ -124,15 +66,6 @@ class CompletionBody(SamplingBody, ChoicesFields):
     echo: bool | None = None
     suffix: str | None = None
     """The text after the gap that the answer fills, or empty if there is no gap."""
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    cache_prompt: bool | None = None
-    keep_alive: KeepAlive = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _asks_for_nothing_else(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        return without_neutral(fields, refused=_REFUSED)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -145,7 +78,7 @@ class CompletionBody(SamplingBody, ChoicesFields):
             raise PydanticCustomError(
                 "too_many",
                 "asks for {answers} answers with 'n'; at most {most} come of one request",
-                {"answers": answers, "at": "prompt", **_MOST},
+                {"answers": answers, "at": "prompt", "most": MAX_ANSWERS},
             )
         if self.suffix and not self.has_texts:
             raise PydanticCustomError(
@@ -176,7 +109,7 @@ class CompletionBody(SamplingBody, ChoicesFields):
 class TokenizeBody(StrictBody):
     """A text, or a chat as the model's template renders it."""
 
-    model: Annotated[str, Field(min_length=1, max_length=256)]
+    model: ModelName
     prompt: str | None = None
     messages: Annotated[list[ChatMessage] | None, Field(min_length=1, max_length=MAX_MESSAGES)] = (
         None
@@ -196,5 +129,5 @@ class TokenizeBody(StrictBody):
 
 
 class DetokenizeBody(StrictBody):
-    model: Annotated[str, Field(min_length=1, max_length=256)]
+    model: ModelName
     tokens: Annotated[list[TokenId], Field(max_length=MAX_ELEMENTS)]

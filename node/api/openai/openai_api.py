@@ -3,14 +3,11 @@
 from collections.abc import Iterable
 from typing import Any, Final, assert_never
 
-from ....placement.ids import ModelId, RequestId
+from ....placement.ids import RequestId
 from ....proto import peer_pb2 as pb
-from ....proto.fields import filled
-from ...chat.images import gathered
 from ...chat.requests import (
     CallPart,
     Finished,
-    GenerationRequest,
     Part,
     PromptLogprobs,
     ReasoningDelta,
@@ -22,8 +19,9 @@ from ..http.dialects import OPENAI, Dialect, Exchange, WholeAnswer
 from ..http.errors import HttpFault
 from ..http.sse import data
 from ..shared.chat_message import messages_for_template
-from ..shared.choices import ChoiceStream, statistics
+from ..shared.choices import ChoiceStream
 from ..shared.history import History
+from ..shared.sampling_schema import generation
 from .completion_logprobs import finite
 from .openai_schema import ChatBody
 
@@ -33,31 +31,20 @@ CALLS_OF_CHOICE: Final = 32
 
 
 def _parse(body: ChatBody, request_id: RequestId) -> Exchange:
-    sampling, explicit_fields = body.sampling()
     history = History(body.ignored)
-    messages, images = gathered(messages_for_template(body.messages, history))
-    request = GenerationRequest(
-        id=request_id,
-        model=ModelId(body.model),
-        messages=messages,
-        images=images,
-        sampling=sampling,
-        explicit_fields=explicit_fields,
-        limits=filled(pb.Limits, body, max_tokens=body.token_limit, ignore_eos=None),
+    request = generation(
+        body,
+        request_id,
+        messages_for_template(body.messages, history),
+        limits={"max_tokens": body.token_limit},
         output=pb.Output(
             top_logprobs=body.num_logprobs,
             call_parts=bool(body.stream),
             grammar=body.required_call or body.form,
         ),
-        sharing=filled(pb.Sharing, body),
-        num_draft_tokens=body.num_draft_tokens,
-        draft_policy=body.draft_policy,
         tools=body.callable_tools,
-        options=body.template_options,
-        keep_alive_s=body.keep_alive,
     )
-    options = body.stream_options
-    stream = ChoiceStream(body.count, options is not None and options.include_usage is True)
+    stream = ChoiceStream(body.count, body.has_usage_apart)
     renderers = [_ChatRenderer(body, request_id, number, stream) for number in range(body.count)]
     return Exchange(request, renderers, bool(body.stream), history.names)
 
@@ -83,6 +70,7 @@ class _ChatRenderer:
             "created": stream.created,
             "model": body.model,
         }
+        self._chunk_head = {**self._head, "object": "chat.completion.chunk"}
         self._request_id = request_id
         self._prompt_ids: tuple[int, ...] = ()
         self._has_begun = False
@@ -100,11 +88,11 @@ class _ChatRenderer:
             "logprobs": _logprobs(answer.logprobs) if self._with_logprobs else None,
             "finish_reason": self._reason(end),
         }
-        body = {**self._head, "object": "chat.completion", "choices": [choice], **statistics([end])}
+        head: dict[str, Any] = {**self._head, "object": "chat.completion"}
         if self._with_ids:
             choice["token_ids"] = answer.ids
-            body["prompt_token_ids"] = answer.prompt_ids
-        return body
+            head["prompt_token_ids"] = answer.prompt_ids
+        return self._stream.body(head, choice, end)
 
     def heartbeat(self) -> bytes:
         return self._chunk({})
@@ -123,7 +111,8 @@ class _ChatRenderer:
             case CallPart():
                 return self._call_part(event)
             case Finished():
-                return self._beginning() + self._stream.last(event, self._object({}, end=event))
+                head, choice = self._chunk_head, self._choice({}, end=event)
+                return self._beginning() + self._stream.last(head, choice, event)
             case _:
                 assert_never(event)
 
@@ -166,9 +155,9 @@ class _ChatRenderer:
         return self._chunk(role, **extra)
 
     def _chunk(self, delta: dict[str, Any], text: TextDelta = _NO_TEXT, **extra: Any) -> bytes:
-        return data({**self._object(delta, text), **extra})
+        return data({**self._chunk_head, "choices": [self._choice(delta, text)], **extra})
 
-    def _object(
+    def _choice(
         self, delta: dict[str, Any], text: TextDelta = _NO_TEXT, end: Finished | None = None
     ) -> dict[str, Any]:
         choice: dict[str, Any] = {
@@ -180,7 +169,7 @@ class _ChatRenderer:
         if self._with_ids:
             choice["token_ids"] = text.token_ids
             choice["accepted_draft_tokens"] = text.accepted_drafts
-        return {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
+        return choice
 
 
 CHAT: Final = Dialect("/v1/chat/completions", ChatBody, _parse)

@@ -1,13 +1,13 @@
 """The body of an OpenAI chat request: each field is honoured, a documented no-op, or refused.
 
-Honoured: the fields of `ChatBody`. Without effect: `WITHOUT_EFFECT`, and the fields of
+Honoured: the fields of `ChatBody`. Without effect: its `without_effect`, and the fields of
 `NEUTRAL` at a value that asks for nothing. null counts as not given, as OpenAI's clients send it,
 and so does -1 in fields where clients of llama.cpp and LM Studio send it for that. Everything else
 is refused by name.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, Self
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -18,13 +18,12 @@ from ..http.bodies import StrictBody, unknown_fields, unsupported
 from ..http.keep_alive import KeepAlive
 from ..http.strict_json import encode
 from ..shared.chat_message import ChatMessage
-from ..shared.choices_schema import ChoicesFields
+from ..shared.choices import MAX_CHOICES
 from ..shared.history import MAX_MESSAGES
 from ..shared.sampling_schema import MaxTokens, SamplingBody
 from ..shared.structured_schema import one_grammar
 from ..shared.thinking_schema import ThinkingFields
-from ..shared.tool_choice import NO_CHOICE, ToolChoice
-from ..shared.tool_schema import MAX_TOOLS, Tool
+from ..shared.tool_schema import MAX_TOOLS, NO_CHOICE, Tool, ToolChoice
 
 # Fields that this node does not implement, and the values that ask for nothing.
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -48,21 +47,6 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "web_search_options": (),
 }
 
-WITHOUT_EFFECT: Final = frozenset(
-    (
-        "user",
-        "metadata",
-        "store",
-        "cache_prompt",
-        "prompt_cache_key",
-        "promptCacheKey",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "verbosity",
-    )
-)
-"""Hints that change no answer, or that this node follows anyway: it caches every prompt."""
-
 OF_OTHER_SERVERS: Final = (
     "include_reasoning",
     "num_ctx",
@@ -82,21 +66,6 @@ def _is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
     return any(
         value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral
     )
-
-
-def without_neutral(
-    fields: Mapping[str, Any], refused: Mapping[str, tuple[Any, ...]] = NEUTRAL
-) -> dict[str, Any]:
-    """`fields` without the unsupported ones; raises for an unsupported one that asks for something.
-
-    `refused`: those of the endpoint, with the values that ask for nothing.
-    """
-    for name, neutral in refused.items():
-        value = fields.get(name)
-        if value is not None and not _is_neutral(value, neutral):
-            example = f" or send {encode(neutral[0]).decode()}" if neutral else ""
-            raise unsupported(name, f"is not supported by this node; leave it out{example}")
-    return {name: value for name, value in fields.items() if name not in refused}
 
 
 class StreamOptions(StrictBody):
@@ -124,33 +93,84 @@ class StreamOptions(StrictBody):
         return value
 
 
-class ChatBody(SamplingBody, ChoicesFields, ThinkingFields):
-    """The body of `POST /v1/chat/completions`; bounds are OpenAI's, mlx-lm's or the wire's."""
+class OpenAiBody(SamplingBody):
+    """The common fields of chat completions and completions; bounds are OpenAI's, mlx-lm's or the
+    wire's. `best_of` may ask for no more answers than `n` returns."""
 
-    model: Annotated[str, Field(min_length=1, max_length=256)]
+    without_effect: ClassVar[frozenset[str]] = frozenset(("user", "metadata", "cache_prompt"))
+    refused_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
+
+    n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
+    best_of: int | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    cache_prompt: bool | None = None
+    keep_alive: KeepAlive = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _asks_for_nothing_else(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """Refuses an unsupported field that asks for something, and drops one that does not."""
+        for name, neutral in cls.refused_fields.items():
+            value = fields.get(name)
+            if value is not None and not _is_neutral(value, neutral):
+                example = f" or send {encode(neutral[0]).decode()}" if neutral else ""
+                raise unsupported(name, f"is not supported by this node; leave it out{example}")
+        return {name: value for name, value in fields.items() if name not in cls.refused_fields}
+
+    @model_validator(mode="after")
+    def _returns_every_answer(self) -> Self:
+        if self.best_of not in (None, 1, self.count):
+            sentence = "is not supported by this node; leave it out or send the value of 'n'"
+            raise unsupported("best_of", sentence)
+        return self
+
+    @property
+    def count(self) -> int:
+        """The number of choices."""
+        return self.n or 1
+
+    @property
+    def has_usage_apart(self) -> bool:
+        """Whether a stream's statistics have a chunk of their own."""
+        return self.stream_options is not None and self.stream_options.include_usage is True
+
+    @property
+    def ignored(self) -> list[str]:
+        """The names of the request's fields and parts that have no effect."""
+        return self.stream_options.ignored if self.stream_options else []
+
+
+class ChatBody(ThinkingFields, OpenAiBody):
+    """The body of `POST /v1/chat/completions`."""
+
+    without_effect: ClassVar[frozenset[str]] = OpenAiBody.without_effect | {
+        "store",
+        "prompt_cache_key",
+        "promptCacheKey",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "verbosity",
+    }
+    """Hints that change no answer, or that this node follows anyway: it caches every prompt."""
+    ignored_fields: ClassVar[frozenset[str]] = frozenset(OF_OTHER_SERVERS)
+
     messages: Annotated[
         list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
     ]
     max_completion_tokens: MaxTokens = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-    return_token_ids: bool | None = None
-    loop_guard: bool | None = None
-    """False: an answer may repeat itself without end."""
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: ToolChoice = None
 
-    user: str | None = None
-    metadata: dict[str, str] | None = None
     store: bool | None = None
-    cache_prompt: bool | None = None
     prompt_cache_key: str | None = None
     promptCacheKey: str | None = None
     """The name that opencode's `setCacheKey` sends."""
     prompt_cache_retention: str | None = None
-    keep_alive: KeepAlive = None
     safety_identifier: str | None = None
     verbosity: str | None = None
     parallel_tool_calls: bool | None = None
@@ -163,11 +183,6 @@ class ChatBody(SamplingBody, ChoicesFields, ThinkingFields):
     route: Any = None
     transforms: Any = None
     usage: Any = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _asks_for_nothing_else(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        return without_neutral(fields)
 
     @model_validator(mode="after")
     def _asks_for_logprobs_at_all(self) -> "ChatBody":
@@ -221,13 +236,7 @@ class ChatBody(SamplingBody, ChoicesFields, ThinkingFields):
 
     @property
     def ignored(self) -> list[str]:
-        """The names of the request's fields and parts that have no effect."""
         dropped = [name for name in OF_OTHER_SERVERS if getattr(self, name) is not None]
-        dropped += unknown_fields(self)
-        dropped += self.stream_options.ignored if self.stream_options else []
+        dropped += unknown_fields(self) + super().ignored
         _ = one_grammar(self.required_call, self.form, dropped)
         return dropped
-
-    without_effect: ClassVar[frozenset[str]] = WITHOUT_EFFECT
-    ignored_fields: ClassVar[frozenset[str]] = frozenset(OF_OTHER_SERVERS)
-    refused_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL

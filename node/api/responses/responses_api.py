@@ -16,11 +16,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....placement.errors import InvalidRequest, ResponseNotFound, UnsupportedParameter
-from ....placement.ids import ModelId, RequestId
+from ....placement.ids import RequestId
 from ....proto import peer_pb2 as pb
-from ....proto.fields import changed, filled
-from ...chat.images import gathered
-from ...chat.requests import GenerationRequest
+from ....proto.fields import changed
 from ...responses.store import NewResponse
 from ..http.bodies import (
     MAX_HISTORY,
@@ -36,7 +34,7 @@ from ..http.long_bodies import json_response
 from ..http.routes import ApiRoute
 from ..http.sse import EventStream
 from ..shared.answering import Answering, of_client
-from ..shared.sampling_schema import explicit_values, sampling_of
+from ..shared.sampling_schema import generation
 from ..shared.structured_schema import one_grammar
 from .response_items import Json, place_of, stored_items
 from .response_renderer import ResponseRenderer
@@ -64,25 +62,18 @@ def parsed_response(
     """`earlier`: the conversation that the response continues. Raises InvalidRequest."""
     ignored = unknown_fields(body)
     body.check()
-    sampling, explicit_fields = sampling_of(explicit_values(body, ("temperature", "top_p")))
     tools = body.tool_set(ignored, earlier)
-    messages, images = gathered(body.for_template(tools, ignored, earlier))
-    request = GenerationRequest(
-        id=request_id,
-        model=ModelId(body.model),
-        messages=messages,
+    request = generation(
+        body,
+        request_id,
+        body.for_template(tools, ignored, earlier),
         prompt_field="input",
-        images=images,
-        sampling=sampling,
-        explicit_fields=explicit_fields,
-        limits=filled(pb.Limits, body, max_tokens=body.max_output_tokens),
+        limits={"max_tokens": body.max_output_tokens},
         output=pb.Output(
             call_parts=bool(body.stream),
             grammar=one_grammar(body.required_call(tools), body.form, ignored),
         ),
-        sharing=filled(pb.Sharing, body, background=body.service_tier == "flex"),
         tools=body.callable_functions(tools),
-        options=body.options,
     )
     renderer = ResponseRenderer(body, request_id, tools)
     exchange = Exchange(request, [renderer], bool(body.stream), tuple(dict.fromkeys(ignored)))

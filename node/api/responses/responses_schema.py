@@ -11,13 +11,12 @@ from ...chat.images import Content, latest_user_turn
 from ..http.bodies import TolerantBody
 from ..shared.history import History, HistoryBody, role_of
 from ..shared.message_parts import Parts, content_for_template, plain_text
+from ..shared.sampling_schema import UINT32, AnswerBody
 from ..shared.structured_schema import schema_grammar
-from ..shared.thinking_schema import thinking_options
-from ..shared.tool_choice import ToolChoice
-from ..shared.tool_schema import MAX_TOOLS, Effort, required_call, tool_name
+from ..shared.thinking_schema import Effort, thinking_options
+from ..shared.tool_schema import MAX_TOOLS, ToolChoice, required_call, tool_name
 from .response_tools import CUSTOM_INPUT, SEARCH, ResponsesTool, ToolSet, tool_set
 
-_UINT32: Final = 2**32 - 1
 _UNSUPPORTED: Final = {
     "conversation": "this node has no conversations; continue a response by 'previous_response_id'",
     "prompt": "this node has no templates of prompts; send the text as 'input'",
@@ -96,7 +95,7 @@ class TextOptions(TolerantBody):
     verbosity: str | None = None
 
 
-class ResponsesBody(TolerantBody):
+class ResponsesBody(AnswerBody, TolerantBody):
     without_effect: ClassVar[frozenset[str]] = frozenset(
         (
             "include",
@@ -108,11 +107,9 @@ class ResponsesBody(TolerantBody):
     )
     refused_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = dict.fromkeys(_UNSUPPORTED, ())
 
-    model: Annotated[str, Field(min_length=1, max_length=256)]
     input: str | Annotated[list[InputItem], Field(fail_fast=True)]
     instructions: str | None = None
-    stream: bool | None = None
-    max_output_tokens: Annotated[int | None, Field(ge=1, le=_UINT32)] = None
+    max_output_tokens: Annotated[int | None, Field(ge=1, le=UINT32)] = None
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     tools: Annotated[list[ResponsesTool] | None, Field(max_length=MAX_TOOLS)] = None
@@ -132,10 +129,6 @@ class ResponsesBody(TolerantBody):
     service_tier: str | None = None
     truncation: Literal["disabled", "auto"] | None = None
     user: str | None = None
-    cache: bool | None = None
-    """The same as in `SamplingBody`."""
-    loop_guard: bool | None = None
-    """The same as in `ChatBody`."""
 
     def check(self) -> None:
         """Checks what the schema cannot see. Raises InvalidRequest."""
@@ -171,8 +164,11 @@ class ResponsesBody(TolerantBody):
         return tuple(each for each, form in forms if choice.allows(form.name, form.namespace))
 
     @property
+    def is_background(self) -> bool:
+        return self.service_tier == "flex"
+
+    @property
     def form(self) -> Grammar | None:
-        """The constraint on the answer's text."""
         text_format = self.text.format if self.text else None
         if text_format is None or text_format.type == "text":
             return None
@@ -190,7 +186,7 @@ class ResponsesBody(TolerantBody):
         return tool_set(self.tools or (), found, ignored)
 
     @property
-    def options(self) -> dict[str, Any]:
+    def template_options(self) -> dict[str, Any]:
         return thinking_options(effort=self.reasoning.effort if self.reasoning else None)
 
     @property

@@ -3,16 +3,12 @@
 answering.py: one request in any dialect to its HTTP answer
 chat_message.py: a message of a chat request, OpenAI's or Ollama's
 choices.py: the choices of one request: a request for each, one stream and one body
-choices_schema.py: the number of choices that a request wants
 history.py: the past of a conversation: read as far as it can be, repaired, named where dropped
-image_parts.py: images as clients send them
-message_parts.py: the parts of a message in every dialect that has parts
-profile_file.py: a person's names for models with settings of their own
-profiled_request.py: requests to those names
-sampling_schema.py: the sampling fields of OpenAI's dialect
+inputs_schema.py: texts and token ids in place of messages
+message_parts.py: the parts of a message in every dialect that has parts, images among them
+profile_file.py: a person's names for models with settings of their own, and requests to them
+sampling_schema.py: the fields of requests for answers, and the request that they make
 structured_schema.py: the form that a request wants its answer in
 thinking_schema.py: how much a model should think, in the fields of each dialect
-tool_choice.py: the tools that a model may or must call
-tool_schema.py: tools and the options of a chat template, as a request declares them
-unreadable_parts.py: sound, films and files in a message
+tool_schema.py: tools as a request declares them, and those that a model may or must call
 """

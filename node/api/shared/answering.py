@@ -41,8 +41,7 @@ from ..http.long_bodies import json_response
 from ..http.routes import ApiRoute
 from ..http.sse import EventStream, Silence, attended, comment
 from .choices import LogprobLimit, NumberedEvent, choice_requests, joined, merged
-from .profile_file import ProfileFile
-from .profiled_request import profiled
+from .profile_file import ProfileFile, profiled
 
 Events = AsyncGenerator[NumberedEvent | None]
 """The events of an answer's choices; None when a heartbeat is due."""
@@ -107,7 +106,7 @@ class Answering:
             headers = ignored_header([*exchange.ignored, *answers[0].notes], path)
             triples = zip(exchange.renderers, answers, ends, strict=True)
             bodies = [r.whole(answer, end) for r, answer, end in triples]
-            return json_response(joined(bodies, len(prompts)), headers=headers)
+            return json_response(joined(bodies), headers=headers)
         # A refusal decides the status: it is waited for, but not for long, or a client could take
         # the node for dead.
         first: NumberedEvent | None = None

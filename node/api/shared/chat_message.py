@@ -9,8 +9,7 @@ from pydantic import Field
 from ....placement.errors import InvalidRequest
 from ...chat.images import Content, content_of, latest_user_turn
 from .history import NOTHING_TO_READ, History, HistoryBody, role_of
-from .image_parts import image_of_base64
-from .message_parts import Parts, read_image, read_parts, thoughts_of
+from .message_parts import Parts, image_of_base64, read_image, read_parts, thoughts_of
 
 
 class FunctionCall(HistoryBody):

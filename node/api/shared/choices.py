@@ -107,7 +107,7 @@ def _step(stream: AsyncGenerator[Event]) -> asyncio.Future[Event | None]:
 
 @dataclass(slots=True)
 class ChoiceStream:
-    """The state that the renderers of one request's choices share.
+    """The bodies of one request's choices, whole or as chunks.
 
     `usage_apart`: the statistics of all choices have a chunk of their own. `prompts`: their number,
     each of which has as many of the choices.
@@ -119,79 +119,55 @@ class ChoiceStream:
     created: int = field(default_factory=lambda: int(time.time()))
     _ends: dict[int, Finished] = field(default_factory=dict[int, Finished])
 
-    def last(self, end: Finished, chunk: Mapping[str, Any]) -> bytes:
+    def body(
+        self, head: Mapping[str, Any], choice: Mapping[str, Any], end: Finished
+    ) -> dict[str, Any]:
+        """A choice that has ended, alone. That of the last one has the statistics of all."""
+        self._ends[choice["index"]] = end
+        own = {"generation_stats": dict(end.stats)} if self.count > 1 else {}
+        return {**head, "choices": [{**choice, **own}], **self._totals()}
+
+    def last(self, head: Mapping[str, Any], choice: Mapping[str, Any], end: Finished) -> bytes:
         """The frames of a choice's last chunk. After that of the last choice the stream ends."""
-        self._ends[chunk["choices"][0]["index"]] = end
-        if self.count > 1:
-            chunk = {**chunk, "choices": [_with_stats(chunk["choices"][0], end.stats)]}
-        if len(self._ends) < self.count:
+        chunk, totals = self.body(head, choice, end), self._totals()
+        if not totals:
             return data(chunk)
-        totals = statistics([self._ends[number] for number in range(self.count)], self.prompts)
-        if self.usage_apart:
-            return data(chunk) + data({**chunk, "choices": [], **totals}) + DONE
-        return data({**chunk, **totals}) + DONE
+        if not self.usage_apart:
+            return data(chunk) + DONE
+        plain = {name: value for name, value in chunk.items() if name not in totals}
+        return data(plain) + data({**plain, "choices": [], **totals}) + DONE
+
+    def _totals(self) -> dict[str, Any]:
+        """`usage` of all choices when they have ended, where a prompt counts once; and
+        `generation_stats` of a sole choice.
+
+        `cached_tokens` of a prompt is the least of any of its choices: the others begin after what
+        the first has read.
+        """
+        if len(self._ends) < self.count:
+            return {}
+        ends = [self._ends[number] for number in range(self.count)]
+        of_each = self.count // self.prompts
+        of_prompts = [ends[at : at + of_each] for at in range(0, self.count, of_each)]
+        prompt = sum(choices[0].prompt_tokens for choices in of_prompts)
+        completion = sum(end.completion_tokens for end in ends)
+        cached = sum(min(end.cached_tokens for end in choices) for choices in of_prompts)
+        usage = {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": sum(end.accepted_draft_tokens for end in ends),
+                "reasoning_tokens": sum(end.reasoning_tokens for end in ends),
+            },
+        }
+        sole = {"generation_stats": dict(ends[0].stats)} if self.count == 1 else {}
+        return {"usage": usage, **sole}
 
 
-def _with_stats(choice: Mapping[str, Any], stats: Mapping[str, Any]) -> dict[str, Any]:
-    """One of several choices, which has the statistics of its own answer."""
-    return {**choice, "generation_stats": dict(stats)}
-
-
-def joined(bodies: Sequence[Mapping[str, Any]], prompts: int = 1) -> Mapping[str, Any]:
-    """One body of those that each choice of so many prompts would have alone."""
+def joined(bodies: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """One body of those of all choices."""
     if len(bodies) == 1:
         return bodies[0]
-    choices = [_with_stats(body["choices"][0], body["generation_stats"]) for body in bodies]
-    common = {name: value for name, value in bodies[0].items() if name != "generation_stats"}
-    return {
-        **common,
-        "choices": choices,
-        "usage": _total([body["usage"] for body in bodies], prompts),
-    }
-
-
-def statistics(ends: Sequence[Finished], prompts: int = 1) -> dict[str, Any]:
-    """`usage` of all choices, where a prompt counts once; `generation_stats` of a sole choice."""
-    usage = {"usage": _total([_usage(end) for end in ends], prompts)}
-    return usage if len(ends) > 1 else {**usage, "generation_stats": dict(ends[0].stats)}
-
-
-def _usage(end: Finished) -> dict[str, Any]:
-    """`usage` of one choice."""
-    return {
-        "prompt_tokens": end.prompt_tokens,
-        "completion_tokens": end.completion_tokens,
-        "total_tokens": end.prompt_tokens + end.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": end.cached_tokens},
-        "completion_tokens_details": {
-            "accepted_prediction_tokens": end.accepted_draft_tokens,
-            "reasoning_tokens": end.reasoning_tokens,
-        },
-    }
-
-
-def _total(usages: Sequence[Mapping[str, Any]], prompts: int) -> dict[str, Any]:
-    """`usage` of all choices.
-
-    `cached_tokens` of a prompt is the least of any of its choices: the others begin after what the
-    first has read.
-    """
-    count = len(usages) // prompts
-    of_prompts = [usages[at : at + count] for at in range(0, len(usages), count)]
-    prompt = sum(each[0]["prompt_tokens"] for each in of_prompts)
-    completion = sum(each["completion_tokens"] for each in usages)
-    details = [each["completion_tokens_details"] for each in usages]
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {
-            "cached_tokens": sum(
-                min(each["prompt_tokens_details"]["cached_tokens"] for each in choices)
-                for choices in of_prompts
-            )
-        },
-        "completion_tokens_details": {
-            name: sum(each[name] for each in details) for name in details[0]
-        },
-    }
+    return {**bodies[-1], "choices": [body["choices"][0] for body in bodies]}

@@ -1,17 +1,21 @@
-"""The parts of a message in every dialect that has parts, and their content for chat templates."""
+"""The parts of a message in every dialect that has parts, and their content for chat templates.
 
-from collections.abc import Callable
+Nothing here decodes an image, which is in a data URL or base64.
+"""
+
+import base64
+import binascii
+import re
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import BeforeValidator, Field
 
-from ....placement.errors import InvalidRequest
-from ...chat.images import IMAGE_NOTE, Content, content_of
+from ....placement.errors import InvalidRequest, UnsupportedParameter
+from ...chat.images import IMAGE_NOTE, MAX_IMAGE_BYTES, Content, content_of
 from ...chat.requests import Image
 from .history import History, HistoryBody, as_text
-from .image_parts import image_of_base64, image_of_url
-from .unreadable_parts import note_of, refuse_unreadable
 
 _KINDS: Final = {
     "text": "text",
@@ -24,6 +28,23 @@ _KINDS: Final = {
     "content": "",
 }
 _IMAGES: Final = ("image", "image_url", "input_image")
+_UNREADABLE: Final[Mapping[str, tuple[str, str]]] = {
+    **dict.fromkeys(("document", "file", "input_file"), ("read files", "a file")),
+    **dict.fromkeys(("audio", "input_audio"), ("hear sound", "sound")),
+    **dict.fromkeys(("video", "video_url", "input_video"), ("see films", "a film")),
+}
+"""The verb of a refusal and the noun of a note by a part's type, in any dialect.
+
+They are refused in the user's latest turn, or the model would answer as if it knew them. In
+earlier turns and results of tools a note takes their place.
+"""
+
+
+_DATA_URL: Final = re.compile(
+    r"data:(?P<type>[\w.+-]{1,64}/[\w.+-]{1,64})?(?:;[\w-]+=[\w-]+)*;base64,",
+    re.IGNORECASE,
+)
+_SPACE: Final = re.compile(r"[ \t\r\n]+")
 
 
 class ImageUrl(HistoryBody):
@@ -138,11 +159,16 @@ def _read(part: Part, at: str, history: History, *, asks: bool) -> list[str | Im
     if kind == "search_result":
         inner = content_for_template(part.content, at, history, separator="\n")
         return _joined(part.title, part.source if isinstance(part.source, str) else None, inner)
-    if (note := note_of(kind)) is not None:
+    if kind in _UNREADABLE:
+        verb, noun = _UNREADABLE[kind]
         if asks:
-            refuse_unreadable(kind, at, history.refusals.get(kind, ""))
+            raise UnsupportedParameter(
+                f"{history.refusals.get(kind, '')}'{at}' asks the model to {verb}, which it "
+                "cannot; send text, or leave that part out",
+                param=at,
+            )
         history.ignored.append(f"a part of type {kind}")
-        return [note]
+        return [f"[{noun} was here; this node reads text only]"]
     text = part.refusal if part.text is None else part.text
     if text is None and part.thinking is None and not part.is_empty:
         history.ignored.append(f"a part of type {kind}")
@@ -186,3 +212,41 @@ def _image_of(part: Part, at: str, refusal: str) -> Image:
     if isinstance(part.image_url, ImageUrl):
         return image_of_url(part.image_url.url, f"{at}.image_url.url", refusal)
     return image_of_url(part.image_url, f"{at}.image_url", refusal)
+
+
+def image_of_url(url: object, at: str, refusal: str = "") -> Image:
+    """The image of a `data:` URL, or one that is still to be fetched. `at`: the field.
+
+    `refusal` begins the error where the model reads no images. Raises InvalidRequest.
+    """
+    if not isinstance(url, str) or not url:
+        raise InvalidRequest(f"'{at}' should be a data URL of an image", param=at)
+    if url[:8].lower().startswith(("http://", "https://")):
+        return Image(b"", "", at, url=url, refusal=refusal)
+    match = _DATA_URL.match(url[:300])
+    if match is None:
+        raise InvalidRequest(
+            f"'{at}' should be a URL that begins with data:image/…;base64, or https://", param=at
+        )
+    return image_of_base64(url[match.end() :], (match["type"] or "").lower(), at, refusal)
+
+
+def image_of_base64(data: object, media_type: str, at: str, refusal: str = "") -> Image:
+    """The image in a base64 text. Raises InvalidRequest."""
+    if not isinstance(data, str):
+        raise InvalidRequest(f"'{at}' should be an image in base64", param=at)
+    if media_type and not media_type.startswith(("image/", "application/octet-stream")):
+        raise InvalidRequest(
+            f"'{at}' is of type {media_type}; send a PNG, JPEG, GIF or WebP image", param=at
+        )
+    if len(data) > MAX_IMAGE_BYTES * 4 // 3 + 4:
+        raise InvalidRequest(
+            f"'{at}' is longer than {MAX_IMAGE_BYTES // 10**6} MB; send a smaller image", param=at
+        )
+    try:
+        decoded = base64.b64decode(_SPACE.sub("", data), validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidRequest(f"'{at}' is no valid base64", param=at) from None
+    if not decoded:
+        raise InvalidRequest(f"'{at}' is empty; send an image", param=at)
+    return Image(decoded, media_type, at, refusal=refusal)

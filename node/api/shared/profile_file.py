@@ -1,4 +1,6 @@
-"""The user's names for models, with settings of their own: `profiles.toml`, read after each change.
+"""The user's names for models, with settings of their own, and requests to them.
+
+The names are in `profiles.toml`, which is read after each change.
 
 A bad profile becomes a fault with the file, the field and the remedy; the others stay in use. If
 the file is not TOML, its previous content stays in use.
@@ -10,25 +12,30 @@ import logging
 import os
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, cast
 
 from pydantic import Field
 
-from ....placement.errors import ExoNodeError, InvalidRequest, InvalidSettings
+from ....mtp.types import Sampling
+from ....placement.errors import ExoNodeError, InvalidRequest, InvalidSettings, ModelNotFound
+from ....placement.ids import ModelId
+from ....proto import peer_pb2 as pb
+from ....proto.fields import completed, filled
+from ...chat.requests import GenerationRequest
 from ...machine.background_reads import BackgroundRead, read_regular
 from ...machine.private_files import replace_private
 from ..http.bodies import validated
 from ..http.keep_alive import KeepAlive
 from .sampling_schema import SamplingBody
-from .thinking_schema import thinking_options
-from .tool_schema import Effort, TemplateKwargs
+from .thinking_schema import Effort, TemplateKwargs, merge_options, thinking_options
 
 _LOG: Final = logging.getLogger(__name__)
 _FILE_LIMIT: Final = 1 << 20
 _MAX_NAME: Final = 256
 _REQUEST_FIELDS: Final = (
+    "stream",
     "response_format",
     "grammar",
     "regex",
@@ -42,14 +49,11 @@ _REQUEST_FIELDS: Final = (
 class Profile(SamplingBody):
     """One name. Its values apply to the fields that a request does not set."""
 
-    model: Annotated[str, Field(min_length=1, max_length=256)]
     system: Annotated[str | None, Field(min_length=1, max_length=1 << 18)] = None
     """The system message of requests that do not begin with one."""
     reasoning_effort: Effort | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     keep_alive: KeepAlive = None
-    loop_guard: bool | None = None
-    """False: an answer may repeat itself without end."""
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -231,3 +235,61 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+async def profiled(profiles: ProfileFile, request: GenerationRequest) -> GenerationRequest:
+    """The request, to the profile's model if it names one.
+
+    Raises ModelNotFound for a profile with a fault.
+    """
+    await profiles.refresh()
+    try:
+        profile = profiles.get(request.model)
+    except ExoNodeError as fault:
+        raise ModelNotFound(fault.message, param="model") from fault
+    return request if profile is None else apply_profile(profile, request)
+
+
+def apply_profile(profile: Profile, request: GenerationRequest) -> GenerationRequest:
+    """The request to the profile's model, with the profile's fields where it sets none."""
+    sampling, fields = profile.sampling()
+    keep_alive, trusted = request.keep_alive_s, request.trusted
+    if keep_alive is None:
+        keep_alive, trusted = profile.keep_alive, True  # the node's own user wrote it
+    k = request.num_draft_tokens
+    own_fields = fields - request.explicit_fields
+    changed = replace(
+        request,
+        model=ModelId(profile.model),
+        profile=request.model,
+        sampling=_sampling(request, sampling, own_fields),
+        explicit_fields=request.explicit_fields | own_fields,
+        profile_fields=own_fields,
+        limits=completed(request.limits, filled(pb.Limits, profile)),
+        sharing=completed(
+            request.sharing, filled(pb.Sharing, profile, background=profile.is_background)
+        ),
+        num_draft_tokens=profile.num_draft_tokens if k is None else k,
+        draft_policy=request.draft_policy or profile.draft_policy,
+        keep_alive_s=keep_alive,
+        trusted=trusted,
+    )
+    if (request.text, request.ids, request.embeddings) != (None, None, None):
+        return changed  # there is no template
+    return replace(
+        changed,
+        messages=_messages(request, profile.system),
+        options=merge_options(profile.template_options, request.options),
+    )
+
+
+def _sampling(request: GenerationRequest, defaults: Sampling, names: frozenset[str]) -> Sampling:
+    """The request's sampling with the fields `names` of `defaults`."""
+    return replace(request.sampling, **{name: getattr(defaults, name) for name in names})
+
+
+def _messages(request: GenerationRequest, system: str | None) -> tuple[Mapping[str, Any], ...]:
+    messages = request.messages
+    if system is None or (messages and messages[0].get("role") == "system"):
+        return messages
+    return ({"role": "system", "content": system}, *messages)

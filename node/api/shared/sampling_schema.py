@@ -1,19 +1,25 @@
-"""The sampling fields of OpenAI's dialect, and their conversion to the node's `Sampling`."""
+"""The fields of requests for answers, and the node's own request that they make."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from ....mtp.types import Sampling
+from ....placement.ids import ModelId, RequestId
 from ....placement.sampling_values import API_DEFAULTS
+from ....proto import peer_pb2 as pb
+from ....proto.fields import filled
 from ....proto.peer_pb2 import Grammar
+from ...chat.images import gathered
+from ...chat.requests import GenerationRequest
 from ..http.bodies import StrictBody
 from .structured_schema import GrammarText, ResponseFormat
 
-_UINT32: Final = 2**32 - 1
+UINT32: Final = 2**32 - 1
 _UINT64: Final = 2**64 - 1
 _SAMPLING_FIELDS: Final = (
     "temperature",
@@ -35,40 +41,70 @@ TokenText = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 """A token's id as the key of a JSON object."""
 
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
+StopStrings = Annotated[list[StopString] | None, Field(max_length=16)]
 
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+Stop = Annotated[
+    StopStrings,
+    BeforeValidator(_as_list, json_schema_input_type=StopString | list[StopString] | None),
+]
+
+
 def none_of_minus_one(value: Any) -> Any:
     return None if isinstance(value, int) and value == -1 else value
-
-
-MaxTokens = Annotated[
-    Annotated[int, Field(ge=1, le=_UINT32)] | None,
-    BeforeValidator(
-        none_of_minus_one,
-        json_schema_input_type=Annotated[int | None, Field(ge=-1, le=_UINT32)],
-    ),
-]
 
 
 def _zero_of_minus_one(value: Any) -> Any:
     return 0 if isinstance(value, int) and value == -1 else value
 
 
+_FromMinusOne = Annotated[int | None, Field(ge=-1, le=UINT32)]
+NoneOfMinusOne: Final = BeforeValidator(none_of_minus_one, json_schema_input_type=_FromMinusOne)
+ModelName = Annotated[str, Field(min_length=1, max_length=256)]
+MaxTokens = Annotated[int | None, Field(ge=1, le=UINT32), NoneOfMinusOne]
 TopK = Annotated[
-    Annotated[int, Field(ge=0, le=_UINT32)] | None,
-    BeforeValidator(
-        _zero_of_minus_one,
-        json_schema_input_type=Annotated[int | None, Field(ge=-1, le=_UINT32)],
-    ),
+    int | None,
+    Field(ge=0, le=UINT32),
+    BeforeValidator(_zero_of_minus_one, json_schema_input_type=_FromMinusOne),
 ]
 """0 is no filter, and so is vLLM's -1."""
 
 
-class SamplingBody(StrictBody):
+class AnswerBody(StrictBody):
+    """The fields of every endpoint that answers a prompt."""
+
+    model: ModelName
+    stream: bool | None = None
+    cache: bool | None = None
+    """False: reads all of the prompt, and keeps nothing of it for other requests."""
+    loop_guard: bool | None = None
+    """False: an answer may repeat itself without end."""
+
+    @property
+    def is_background(self) -> bool:
+        """Whether its prompt is read after those of others."""
+        return False
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """The options of the chat template."""
+        return {}
+
+    @property
+    def declared(self) -> SimpleNamespace:
+        """The schema's fields. A tolerant body has others, too, which nothing has checked."""
+        return SimpleNamespace(**{name: getattr(self, name) for name in type(self).model_fields})
+
+    def sampling(self) -> tuple[Sampling, frozenset[str]]:
+        """The sampling, and the names of the explicit fields: the model has its own for others."""
+        return sampling_of(explicit_values(self.declared, _SAMPLING_FIELDS))
+
+
+class SamplingBody(AnswerBody):
     """Bounds are OpenAI's, mlx-lm's or the wire's."""
 
     max_tokens: MaxTokens = None
@@ -79,17 +115,14 @@ class SamplingBody(StrictBody):
     xtc_probability: Annotated[float | None, Field(ge=0, le=1)] = None
     xtc_threshold: Annotated[float | None, Field(ge=0, le=0.5)] = None
     seed: Annotated[
-        Annotated[int, Field(ge=0, le=_UINT64)] | None,
+        int | None,
+        Field(ge=0, le=_UINT64),
         BeforeValidator(
             none_of_minus_one,
             json_schema_input_type=Annotated[int | None, Field(ge=-1, le=_UINT64)],
         ),
     ] = None
-    stop: Annotated[
-        list[StopString] | None,
-        Field(max_length=16),
-        BeforeValidator(_as_list, json_schema_input_type=StopString | list[StopString] | None),
-    ] = None
+    stop: Stop = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     repetition_penalty: Annotated[float | None, Field(gt=0, le=10)] = None
@@ -108,12 +141,10 @@ class SamplingBody(StrictBody):
     priority: Literal["interactive", "batch"] | None = None
     service_tier: str | None = None
     """OpenAI's: "flex" is answered after the others, as `priority: "batch"` is."""
-    min_tokens: Annotated[int | None, Field(ge=0, le=_UINT32)] = None
+    min_tokens: Annotated[int | None, Field(ge=0, le=UINT32)] = None
     """End tokens have probability 0 until the answer has as many tokens."""
     ignore_eos: bool | None = None
     """True: they have probability 0 up to the last token."""
-    cache: bool | None = None
-    """False: reads all of the prompt, and keeps nothing of it for other requests."""
 
     @model_validator(mode="after")
     def _has_one_form(self) -> Self:
@@ -130,7 +161,7 @@ class SamplingBody(StrictBody):
 
     @model_validator(mode="after")
     def _has_room(self) -> Self:
-        if (self.min_tokens or 0) > (self.token_limit or _UINT32):
+        if (self.min_tokens or 0) > (self.token_limit or UINT32):
             raise PydanticCustomError(
                 "above_the_most",
                 "should be at most the answer's limit of {most} tokens",
@@ -145,7 +176,6 @@ class SamplingBody(StrictBody):
 
     @property
     def form(self) -> Grammar | None:
-        """The constraint on the answer's text."""
         if self.grammar is not None:
             return Grammar(kind="lark", text=self.grammar, field="grammar")
         if self.regex is not None:
@@ -154,22 +184,50 @@ class SamplingBody(StrictBody):
         return None if response_format is None else response_format.grammar("response_format")
 
     @property
-    def background(self) -> bool:
+    def is_background(self) -> bool:
         return self.priority == "batch" or (self.priority is None and self.service_tier == "flex")
 
     def sampling(self) -> tuple[Sampling, frozenset[str]]:
-        """The sampling, and the names of the explicit fields: the model has its own for others."""
         values = explicit_values(self, _SAMPLING_FIELDS)
         if self.logit_bias is not None:
             values["logit_bias"] = tuple((int(id), bias) for id, bias in self.logit_bias.items())
         if self.ignore_eos:
-            values["min_tokens"] = _UINT32
+            values["min_tokens"] = UINT32
         return sampling_of(values)
 
 
-def explicit_values(body: StrictBody, names: Iterable[str]) -> dict[str, Any]:
+def generation(
+    body: AnswerBody,
+    id: RequestId,
+    prompt: Sequence[Mapping[str, Any]] = (),
+    *,
+    limits: Mapping[str, Any] | None = None,
+    **fields: Any,
+) -> GenerationRequest:
+    """The request of a body. `prompt`: messages with their images. `limits` and `fields`: those of
+    the request's that the dialect has under other names."""
+    declared = body.declared
+    messages, images = gathered(prompt)
+    sampling, explicit_fields = body.sampling()
+    drafting = explicit_values(declared, ("num_draft_tokens", "draft_policy"))
+    return GenerationRequest(
+        id=id,
+        model=ModelId(body.model),
+        messages=messages,
+        images=images,
+        sampling=sampling,
+        explicit_fields=explicit_fields,
+        limits=filled(pb.Limits, declared, **{"ignore_eos": None, **(limits or {})}),
+        sharing=filled(pb.Sharing, declared, background=body.is_background),
+        options=body.template_options,
+        keep_alive_s=getattr(declared, "keep_alive", None),
+        **{**drafting, **fields},
+    )
+
+
+def explicit_values(body: object, names: Iterable[str]) -> dict[str, Any]:
     """The fields of these names that a request sets."""
-    values = ((name, getattr(body, name)) for name in names)
+    values = ((name, getattr(body, name, None)) for name in names)
     return {name: value for name, value in values if value is not None}
 
 

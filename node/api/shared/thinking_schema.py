@@ -6,11 +6,28 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from ..http.bodies import StrictBody, TolerantBody
-from .tool_schema import Effort, TemplateKwargs
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _TOKENS: Final = 2**31 - 1
 _SWITCHES: Final = ("enable_thinking", "thinking")
 _EFFORT: Final = "reasoning_effort"
+
+
+class TemplateKwargs(StrictBody):
+    """The variables of chat templates that a request may set: no other one reaches a template."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+    thinking_budget: Annotated[int | None, Field(ge=0, le=_TOKENS)] = None
+    reasoning_effort: Effort | None = None
+    clear_thinking: bool | None = None
+    preserve_thinking: bool | None = None
+    model_identity: Annotated[str | None, Field(max_length=4096)] = None
+
+    def values(self) -> dict[str, Any]:
+        """The fields that are set, by name, without further fields of a subclass."""
+        fields = {name: getattr(self, name) for name in TemplateKwargs.model_fields}
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 class ThinkingWish(TolerantBody):

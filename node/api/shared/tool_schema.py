@@ -1,10 +1,11 @@
-"""Tools and the options of a chat template, as a request declares them."""
+"""Tools as a request declares them, and those that the model may or must call."""
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Final, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Final, Literal, cast
 
-from pydantic import AfterValidator, Field, StringConstraints
+from pydantic import AfterValidator, BeforeValidator, SkipValidation, StringConstraints
 from pydantic_core import PydanticCustomError
 
 from ....placement.errors import InvalidRequest
@@ -12,8 +13,7 @@ from ....proto.peer_pb2 import Grammar
 from ...chat.requests import calls_of
 from ..http.bodies import StrictBody
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.:/-]{1,256}$")]
+FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.:/-]{1,256}$")]
 
 MAX_TOOLS: Final = 512
 DEFERRED: Final = "defer_loading"
@@ -31,7 +31,7 @@ def _is_object_schema(value: dict[str, Any] | None) -> dict[str, Any] | None:
 class Function(StrictBody):
     """A tool that the model may call; `strict` changes nothing while arguments are checked."""
 
-    name: ToolName
+    name: FunctionName
     description: str | None = None
     parameters: Annotated[dict[str, Any] | None, AfterValidator(_is_object_schema)] = None
     strict: bool | None = None
@@ -105,18 +105,102 @@ def required_call(
     return calls_of([tool_name(tool) for tool in known] if some else None, parallel=parallel)
 
 
-class TemplateKwargs(StrictBody):
-    """The variables of chat templates that a request may set: no other one reaches a template."""
+Mode = Literal["auto", "none", "required"]
+_MODES: Final[Mapping[str, Mode]] = {
+    "auto": "auto",
+    "any": "required",
+    "none": "none",
+    "required": "required",
+}
+_NAMING: Final = ("custom", "function", "tool")
+MAX_ALLOWED: Final = 512
+NO_CHOICE: Final = (
+    "should be 'none', 'auto', 'required', or an object that names a tool by its 'type' and 'name'"
+)
 
-    enable_thinking: bool | None = None
-    thinking: bool | None = None
-    thinking_budget: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None
-    reasoning_effort: Effort | None = None
-    clear_thinking: bool | None = None
-    preserve_thinking: bool | None = None
-    model_identity: Annotated[str | None, Field(max_length=4096)] = None
 
-    def values(self) -> dict[str, Any]:
-        """The fields that are set, by name, without further fields of a subclass."""
-        fields = {name: getattr(self, name) for name in TemplateKwargs.model_fields}
-        return {name: value for name, value in fields.items() if value is not None}
+@dataclass(frozen=True, slots=True)
+class ToolName:
+    name: str
+    namespace: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`named`: the one tool that it must call. `allowed`: those that it may call; None: all.
+
+    `hosted`: the type of a tool that the vendor's own servers run; the model is then free.
+    """
+
+    mode: Mode
+    named: ToolName | None = None
+    allowed: tuple[ToolName, ...] | None = None
+    hosted: str = ""
+    given: Any = field(default=None, compare=False)
+    """The client's own form, for answers that repeat it."""
+
+    def allows(self, name: str, namespace: str | None = None) -> bool:
+        """Whether the model may call a tool."""
+        allowed = self.allowed is None or ToolName(name, namespace) in self.allowed
+        return self.mode != "none" and allowed
+
+    @property
+    def insists(self) -> bool:
+        return self.mode == "required"
+
+
+def _choice_of(value: object) -> Choice | None:
+    match value:
+        case None:
+            return None
+        case str(word) | {"type": str(word)} if word in _MODES:
+            return Choice(_MODES[word], given=value)
+        case {"type": "allowed_tools"}:
+            fields = cast(dict[str, Any], value)
+            inner = fields.get("allowed_tools")
+            if isinstance(inner, dict):
+                return _allowed(cast(dict[str, Any], inner), ".allowed_tools", value)
+            return _allowed(fields, "", value)
+        case {"type": str(kind)} if kind in _NAMING:
+            return Choice("required", _name_of(cast(dict[str, Any], value), ""), given=value)
+        case {"type": str(kind)}:
+            return Choice("auto", hosted=kind, given=value)
+        case _:
+            raise PydanticCustomError("tool_choice", NO_CHOICE)
+
+
+def _allowed(fields: Mapping[str, Any], at: str, given: object) -> Choice:
+    mode, tools = fields.get("mode", "auto"), fields.get("tools")
+    if mode not in _MODES:
+        raise PydanticCustomError("mode", "should be 'auto' or 'required'", {"at": f"{at}.mode"})
+    if not isinstance(tools, list) or len(cast(list[Any], tools)) > MAX_ALLOWED:
+        raise PydanticCustomError(
+            "tools",
+            "should be a list of at most {n} tools",
+            {"n": MAX_ALLOWED, "at": f"{at}.tools"},
+        )
+    names = [
+        _name_of(tool, f"{at}.tools[{number}]")
+        for number, tool in enumerate(cast(Sequence[Any], tools))
+    ]
+    return Choice(_MODES[mode], allowed=tuple(names), given=given)
+
+
+def _name_of(value: Any, at: str) -> ToolName:
+    """The name in a tool's reference: its own field, or that of the object that its type names."""
+    fields = cast(dict[str, Any], value) if isinstance(value, dict) else {}
+    inner = fields.get(str(fields.get("type")))
+    named = cast(dict[str, Any], inner) if isinstance(inner, dict) else fields
+    name, namespace = named.get("name"), named.get("namespace")
+    if not isinstance(name, str) or not name or not isinstance(namespace, str | None):
+        raise PydanticCustomError("name", "should name a tool by its 'name'", {"at": at})
+    return ToolName(name, namespace)
+
+
+ToolChoice = Annotated[
+    SkipValidation[Choice | None],
+    BeforeValidator(
+        _choice_of,
+        json_schema_input_type=Literal["none", "auto", "required", "any"] | dict[str, Any] | None,
+    ),
+]

@@ -155,18 +155,18 @@ def test_no_tokens_are_the_echo_alone(echoed: Node, openai: Any) -> None:
 
 
 NO_PROMPTS: list[tuple[Any, str, str]] = [
-    (5, "prompt", "a text or a list of token ids"),
+    (5, "prompt", "a text, a list of token ids"),
     ([], "prompt", "at least 1 token id"),
-    ([[]], "prompt", "at least 1 token id"),
-    (["a", 5], "prompt[0]", "a list of token ids"),
-    (["a", [5]], "prompt[0]", "a list of token ids"),
-    ([[5], "a"], "prompt[1]", "a list of token ids"),
+    ([[]], "prompt[0]", "at least 1 token id"),
+    (["a", 5], "prompt[1]", "a list of token ids"),
+    (["a", [5]], "prompt[1]", "all texts"),
+    ([[5], "a"], "prompt[1]", "all texts"),
     ([[5], []], "prompt[1]", "at least 1 token id"),
     ([[5], [6, -1]], "prompt[1][1]", "a token id of 0 to 4294967295"),
-    (["a"] * 129, "prompt", "at most 128 prompts"),
+    (["a"] * 129, "prompt", "at most 128 entries"),
     ([1, "a"], "prompt[1]", "a token id of 0 to 4294967295"),
     ([1, 2**32], "prompt[1]", "a token id of 0 to 4294967295"),
-    ([[1, True]], "prompt[1]", "a token id of 0 to 4294967295"),
+    ([[1, True]], "prompt[0][1]", "a token id of 0 to 4294967295"),
 ]
 
 

@@ -178,6 +178,20 @@ def test_each_dialect_may_keep_a_prompt_out_of_the_cache(
     assert not request_of(running, path, body).sharing.HasField("cache")
 
 
+@pytest.mark.parametrize(("path", "body"), DIALECTS, ids=[row[0] for row in DIALECTS])
+@pytest.mark.parametrize("value", [True, "x", 1.5])
+def test_a_field_of_the_runners_message_is_none_of_a_request(
+    running: Node, path: str, body: dict[str, Any], value: object
+) -> None:
+    """Dialects whose unknown fields are dropped must not fill the message with them."""
+    names = ("alone", "cache_salt", "continues", "initial_draft_tokens")
+    reply = running.ask("POST", path, {"model": "demo", **body, **dict.fromkeys(names, value)})
+    assert reply.status == (400 if path.endswith("completions") else 200), reply.body
+    if reply.status == 200:
+        message = set_fields(running.chat.requests[-1].sharing)
+        assert "alone" not in message and message.get("cache_salt") != value
+
+
 WITH_TOOLS = [row for row in DIALECTS if row[0] != "/v1/completions"]
 
 

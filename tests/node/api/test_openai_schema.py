@@ -40,7 +40,7 @@ def test_every_field_of_openais_own_client_is_known_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "background"),
+    ("fields", "is_background"),
     [
         ({}, False),
         ({"priority": "interactive"}, False),
@@ -51,8 +51,8 @@ def test_every_field_of_openais_own_client_is_known_by_name() -> None:
         ({"priority": None, "service_tier": None}, False),
     ],
 )
-def test_a_request_may_go_behind_the_others(fields: dict[str, Any], background: bool) -> None:
-    assert parsed(**fields).background is background
+def test_a_request_may_go_behind_the_others(fields: dict[str, Any], is_background: bool) -> None:
+    assert parsed(**fields).is_background is is_background
 
 
 @pytest.mark.parametrize(
