@@ -30,9 +30,7 @@ STORIES = {
         a: a 1
         """,
     "nodes started together have one head, the lowest id": """
-        start a
-        start b
-        start c
+        start abc
         2
         abc: a 1
         """,
@@ -54,8 +52,7 @@ STORIES = {
         2
         a: a 3
         kill a
-        start b
-        start c
+        start bc
         3
         bc: b 1
         start a
@@ -70,8 +67,7 @@ STORIES = {
         2
         kill a
         part a bc
-        start b
-        start c
+        start bc
         8
         start a
         2
@@ -93,8 +89,7 @@ STORIES = {
         """,
     "two that led as long are decided by their ids": """
         part a b
-        start a
-        start b
+        start ab
         3
         a: a 1
         b: b 1
@@ -103,18 +98,14 @@ STORIES = {
         ab: b 1
         """,
     "a head that dies is replaced within five seconds, once": """
-        start a
-        start b
-        start c
+        start abc
         3
         kill a
         5
         bc: b 2
         """,
     "the head comes back as a follower": """
-        start a
-        start b
-        start c
+        start abc
         3
         kill a
         5
@@ -123,9 +114,7 @@ STORIES = {
         abc: b 2
         """,
     "a head that restarts at once has lost its lease: a new term for any winner": """
-        start a
-        start b
-        start c
+        start abc
         3
         kill a
         start a
@@ -133,9 +122,7 @@ STORIES = {
         abc: a 2
         """,
     "a head stopped for two seconds stays": """
-        start a
-        start b
-        start c
+        start abc
         3
         pause a
         2
@@ -144,9 +131,7 @@ STORIES = {
         abc: a 1
         """,
     "a head stopped for ten seconds is replaced, and follows when it wakes": """
-        start a
-        start b
-        start c
+        start abc
         3
         pause a
         5
@@ -157,8 +142,7 @@ STORIES = {
         abc: b 2
         """,
     "so it does where one other node is left, however long it led before": """
-        start a
-        start b
+        start ab
         60
         pause a
         7
@@ -177,9 +161,7 @@ STORIES = {
         a: a 1
         """,
     "a follower that stops for ten seconds changes nothing": """
-        start a
-        start b
-        start c
+        start abc
         3
         pause c
         10
@@ -188,9 +170,7 @@ STORIES = {
         abc: a 1
         """,
     "both sides of a partition have a head; after the heal it is the one that is followed": """
-        start a
-        start b
-        start c
+        start abc
         3
         part a bc
         6
@@ -201,8 +181,7 @@ STORIES = {
         abc: b 2
         """,
     "two nodes that part both serve; after the heal the one that led before stays": """
-        start a
-        start b
+        start ab
         20
         part a b
         6
@@ -213,18 +192,14 @@ STORIES = {
         ab: a 3
         """,
     "a cut between the head and one node causes no election while a third reaches both": """
-        start a
-        start b
-        start c
+        start abc
         3
         sever a b
         20
         abc: a 1
         """,
     "and the head's death is seen through the third one as well": """
-        start a
-        start b
-        start c
+        start abc
         3
         sever a b
         5
@@ -233,18 +208,14 @@ STORIES = {
         bc: b 2
         """,
     "a head that leaves hands over at once": """
-        start a
-        start b
-        start c
+        start abc
         3
         leave a
         2
         abc: b 2
         """,
     "a node that is about to leave is not elected": """
-        start a
-        start b
-        start c
+        start abc
         3
         leave b
         1
@@ -253,9 +224,7 @@ STORIES = {
         bc: c 2
         """,
     "where two nodes die at once, the next one waits for none of them": """
-        start a
-        start b
-        start c
+        start abc
         3
         kill a
         kill b
@@ -274,6 +243,9 @@ def play(cluster: Simulated, story: str) -> None:
                 expected = (None if head == "-" else head, int(term))
                 heads = cluster.heads()
                 assert {heads[n] for n in nodes[:-1]} == {expected}, f"{line}: {heads}"
+            case ["start", nodes]:
+                for node in nodes:
+                    cluster.start(node)
             case [what, *whom]:
                 getattr(cluster, what)(*whom)
             case _:

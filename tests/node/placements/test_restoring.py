@@ -1,41 +1,27 @@
 """Messages while placements lose stages, and refusals: over the real loop."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 import pytest
-from cluster_world import CONTEXT, World, play
+import test_stories
+from cluster_world import World
+from test_stories import ALONE
+from test_stories import TRIO as THREE
 
 from exo_node.node.placements.claims import Claims
 from exo_node.node.placements.loaded_placement import LoadedPlacement
 from exo_node.node.placements.waiting_requests import Assignment
 from exo_node.placement.errors import LoadFailed
 from exo_node.placement.ids import ModelId, NodeId
-from exo_node.placement.options import PlanOptions
 from exo_node.proto import peer_pb2 as pb
 
 DEMO = ModelId("demo")
 A, B, C, D = (NodeId(letter) for letter in "abcd")
-ALONE = PlanOptions(max_nodes=1, context=CONTEXT)
-THREE = PlanOptions(min_nodes=3, max_nodes=3, context=CONTEXT)
 
-Story = Callable[[World], Coroutine[None, None, None]]
-
-
-def play_story(story: Story, count: int = 4) -> None:
-    async def scenario() -> None:
-        world = World(count)
-        try:
-            await asyncio.sleep(4)
-            await story(world)
-        finally:
-            await world.close()
-
-    play(scenario)
-
-
+play_story = partial(test_stories.play_story, count=4)
 SOON = "the next one is about to be loaded"
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from cards import stage_bytes
+from cards import card, stage_bytes
 from clocks import Clock
 from fakes import NODE, FakeFacts, FakeStages, leading
 
@@ -17,7 +17,6 @@ from exo_node.placement.cluster import OWN, ClusterView, NodeFacts
 from exo_node.placement.errors import InsufficientMemory
 from exo_node.placement.ids import ModelId, NodeId, PlacementId
 from exo_node.placement.options import DEFAULT_CONTEXT, PlanOptions
-from exo_node.placement.parse_card import parse_card
 from exo_node.placement.reasons import first_clause
 from exo_node.proto import peer_pb2 as pb
 
@@ -27,24 +26,13 @@ ALONE = PlanOptions(max_nodes=1)
 
 
 def card_of(model: ModelId, context: int = MOST, weights: int = 10**9) -> ModelCard:
-    facts = {
-        "id": model,
-        "model_type": "llama",
-        "num_layers": 8,
-        "hidden_size": 64,
-        "vocab_size": 1000,
-        "num_attention_layers": 8,
-        "num_key_value_heads": 1,
-        "head_dim": 64,
-        "context_length": context,
-        "weight_bytes": weights,
-    }
-    return parse_card(facts, "test.toml")
+    facts = {"hidden_size": 64, "vocab_size": 1000, "head_dim": 64, "weight_bytes": weights}
+    return card(8, id=model, context_length=context, **facts)
 
 
 def whole(context: int, dtype: str = "bfloat16") -> int:
-    card = card_of(FIRST).computed_in(dtype)
-    return stage_bytes(card, 0, card.num_layers, True, context, False)
+    model = card_of(FIRST).computed_in(dtype)
+    return stage_bytes(model, 0, model.num_layers, True, context)
 
 
 class OneMachine(FakeStages, FakeFacts):

@@ -148,21 +148,6 @@ def test_replicas_share_answers_and_those_of_a_lost_one_resume_on_another() -> N
     play_story(story)
 
 
-def test_fewer_replicas_end_their_answers_first() -> None:
-    async def story(world: World) -> None:
-        await placed(world, ALONE, replicas=3)
-        await world.until(lambda: len(world.serving(M)) == 3)
-        answers = [world.ask(M, 20, "a") for _ in range(3)]
-        await asyncio.sleep(1)
-        await placed(world, ALONE, replicas=1)
-        await asyncio.sleep(5)
-        assert len(world.serving(M)) == 3
-        _ = await asyncio.gather(*answers)
-        await world.until(lambda: len(world.serving(M)) == 1)
-
-    play_story(story)
-
-
 def test_one_of_two_replicas_is_removed_by_its_id() -> None:
     async def story(world: World) -> None:
         await placed(world, ALONE, replicas=2)
@@ -174,19 +159,6 @@ def test_one_of_two_replicas_is_removed_by_its_id() -> None:
         assert len(world.serving(M)) == 1, "it does not come back"
 
     play_story(story)
-
-
-def test_two_of_four_nodes_die_at_once() -> None:
-    async def story(world: World) -> None:
-        await placed(world, TRIO)
-        answer = world.ask(M, 30, "d")
-        await asyncio.sleep(3)
-        for node in world.serving(M)[0][:2]:
-            if node != "d":
-                await world.kill(node)
-        await answer
-
-    play_story(story, count=4)
 
 
 def test_one_stage_fails_to_load_and_only_that_one_is_tried_elsewhere() -> None:
@@ -508,14 +480,3 @@ def test_what_was_requested_on_the_losing_side_holds_after_the_partition() -> No
         assert world.serving(N) == [["c", "d"]]
 
     play_story(story, count=4)
-
-
-def test_nothing_happens_in_a_cluster_that_is_as_desired() -> None:
-    async def story(world: World) -> None:
-        await placed(world)
-        _ = await world.leader().place(N, ALONE)
-        before = list(world.calls)
-        await asyncio.sleep(3000)
-        assert world.calls == before
-
-    play_story(story)
