@@ -67,7 +67,7 @@ class ModelList:
     def planner(self) -> Callable[[ModelCard], dict[str, Any]]:
         """A function, for any thread, that plans a model which is on no disk: its facts, where it
         would run (`fits`), and how fast on each node alone (`by_node`)."""
-        view = self._source.empty_view(_NOBODY)
+        view = self._source.view(_NOBODY, empty=True)
 
         def describe(card: ModelCard) -> dict[str, Any]:
             best = self._fit(card, view)
@@ -105,7 +105,7 @@ class ModelList:
 
     def speed(self, record: LoadedPlacement) -> Speed | None:
         """The predicted speed where the model is loaded; None while a node of it is lost."""
-        view = self._source.empty_view(record.card.id)
+        view = self._source.view(record.card.id, empty=True)
         return speed_of(record.card, view, record.stages, record.plan.dtype)
 
     def prompt_lookup(self, record: LoadedPlacement | None) -> dict[str, Any] | None:
@@ -127,7 +127,7 @@ class ModelList:
         return next(states, pb.StageState())
 
     async def _entry(self, model: KnownModel) -> dict[str, Any]:
-        view = self._source.empty_view(model.card.id)
+        view = self._source.view(model.card.id, empty=True)
         return await asyncio.to_thread(self._described, model, view)
 
     def _described(self, model: KnownModel, view: ClusterView) -> dict[str, Any]:

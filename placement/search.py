@@ -222,13 +222,13 @@ class _Search:
     def _weigh(self, ring: tuple[int, ...], hops: int) -> None:
         """Keeps the set's cheapest route, if it beats `limit`. No other ring has cheaper hops."""
         p, best, limit = self.problem, None, self.limit
-        mask = sum(1 << node for node in ring)
+        mask, layers = sum(1 << node for node in ring), p.sizes.layers
         self.sets += 1
         layer = [p.layer[node] for node in ring]
         bounds: list[tuple[int, int, tuple[int, ...]]] = []
         for position, generator in enumerate(ring):
             room = [self._generator_room[n] if n == generator else self.room[n] for n in ring]
-            counts = fill_fastest_first(p.sizes.layers, layer, room)
+            counts = fill_fastest_first(layers, layer, room)
             if counts is not None:
                 compute = sum(count * cost for count, cost in zip(counts, layer, strict=True))
                 bounds.append((p.tail[generator] + compute + hops, position, counts))
@@ -240,7 +240,7 @@ class _Search:
             fits = p.sizes.uniform or fits_in_order(p.sizes, [p.memory[n] for n in nodes], counts)
             if fits and p.split.allows(counts):
                 route = Route(nodes, counts, bound)
-            elif self._reachable_ends(ring[position], mask) >> p.sizes.layers:
+            elif len(ring) > EXACT_NODES or self._reachable_ends(ring[position], mask) >> layers:
                 route = self._cheapest_order(nodes, limit)
             else:
                 route = None
@@ -250,7 +250,10 @@ class _Search:
             self.routes.append(best)
 
     def _reachable_ends(self, generator: int, mask: int) -> int:
-        """The ends, as bits, that stages on all nodes of the set can reach in some order."""
+        """The ends, as bits, that stages on all nodes of the set can reach in some order.
+
+        Weighs all subsets, so that it is for EXACT_NODES nodes at most.
+        """
         if (generator, mask) in self._reachable:
             return self._reachable[generator, mask]
         p, ends = self.problem, 0

@@ -14,9 +14,9 @@ from ..cluster.desired import Desired
 from ..machine.events import EventLog, Fact, Kind
 from .loaded_placement import LoadedPlacement
 from .observations import Observations
-from .situation import ObservedPlacement, Situation, placement_of
+from .situation import ObservedPlacement, Situation
 from .stages import Facts
-from .state import Demand, Epoch, RunnerKey, StageRunner
+from .state import Demand, Epoch, RunnerKey
 
 
 class PlacementRecords:
@@ -119,16 +119,14 @@ class PlacementRecords:
 
     def update(self, here: Situation, *, adopts: bool = False) -> None:
         """Makes the records as the runners are now."""
-        groups: dict[PlacementId, list[StageRunner]] = {}
-        for runner in self._observations.runners:
-            if runner.plan.model in self._cards and here.is_healthy(runner):
-                groups.setdefault(runner.key.placement, []).append(runner)
-        for name, runners in groups.items():
-            self._update(name, runners, here, adopts=adopts)
-        present = {runner.key.placement for runner in self._observations.runners}
+        known = [each for model, each in here.placements.items() if model in self._cards]
+        placements = {placement.id: placement for each in known for placement in each}
+        for placement in placements.values():
+            self._update(placement, adopts=adopts)
+        present = {runner.key.placement for runner in here.observed.runners}
         used = {each.model for each in here.desired if each.used_at > -inf}
         for name, record in list(self._records.items()):
-            if name not in groups:
+            if name not in placements:
                 self._set_placement(record, None)
             if name not in present and not record.is_former:
                 self._end(record)
@@ -140,14 +138,12 @@ class PlacementRecords:
             self._note_pause(here, desired)
             self._note_superseded(here, desired)
 
-    def _update(
-        self, name: PlacementId, runners: list[StageRunner], here: Situation, *, adopts: bool
-    ) -> None:
-        adopts = adopts or all(runner.adopted for runner in runners)
-        record = self._records.get(name)
+    def _update(self, placement: ObservedPlacement, *, adopts: bool) -> None:
+        adopts = adopts or all(runner.adopted for runner in placement.runners)
+        record = self._records.get(placement.id)
         if record is None or record.is_former:
-            record = self._begin(name, runners[0], adopts=adopts)
-        before, placement = record.placement, placement_of(name, runners, here.draining)
+            record = self._begin(placement, adopts=adopts)
+        before = record.placement
         self._set_placement(record, placement)
         if placement.connected and not (before is not None and before.connected):
             self._note_ready(record, first=before is None or not record.proven, adopts=adopts)
@@ -174,8 +170,8 @@ class PlacementRecords:
                 self._add("stage_lost", text, record, stage=failure.stage)
                 return
 
-    def _begin(self, name: PlacementId, runner: StageRunner, *, adopts: bool) -> LoadedPlacement:
-        plan, model = runner.plan, runner.plan.model
+    def _begin(self, placement: ObservedPlacement, *, adopts: bool) -> LoadedPlacement:
+        name, plan, model = placement.id, placement.plan, placement.plan.model
         self._note_chips(model)
         proven = adopts or model in self._observations.proven
         record = LoadedPlacement(name, self._cards[model], plan, proven, chips=self._chips)
@@ -239,7 +235,7 @@ class PlacementRecords:
         loads = current is not None and not current.missing
         if record is None or record.status in ("ready", "failed") or loads:
             return
-        failures = [f for f in here.failures(desired) if f.kind in ("loss", "load")]
+        failures = here.failures(desired, "loss", "load")
         missing = None if record.placement is None else record.placement.missing
         pause_s = here.pause_s(desired, missing)
         if not failures or here.now >= failures[-1].at + pause_s:

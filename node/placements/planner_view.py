@@ -78,18 +78,14 @@ class NodeFactsSource:
     def name(self, node: NodeId) -> str:
         return self._cluster.name(node)
 
-    def view(self, placing: ModelId, promises: Promised | None = None) -> ClusterView:
-        """`promises`: bytes that runners may take of each node, besides those that they use."""
-        return self._view(self._cluster.members(), placing, promises or {})
-
-    def empty_view(self, placing: ModelId) -> ClusterView:
-        """The view if no model were loaded: what fits at all, and how fast."""
-        members = [replace(member, stages=()) for member in self._cluster.members()]
-        return self._view(members, placing, {})
-
-    def _view(
-        self, members: Sequence[MemberFacts], placing: ModelId, promises: Promised
+    def view(
+        self, placing: ModelId, promises: Promised | None = None, *, empty: bool = False
     ) -> ClusterView:
+        """`promises`: bytes that runners may take of each node, besides those that they use.
+        `empty`: as if no model were loaded, which shows what fits at all, and how fast."""
+        members, promises = self._cluster.members(), promises or {}
+        if empty:
+            members = [replace(member, stages=()) for member in members]
         facts = [
             replace(
                 node_facts(m, placing, promises.get(m.id)), drafts=self.mtp_switch(m.id).enabled
@@ -210,7 +206,11 @@ def node_facts(
 ) -> NodeFacts:
     """Memory is what other models leave of it; `promises` is what they may take here."""
     f = member.facts
-    times = _times(f, placing)
+    times, profile = _times(f, placing), None
+    if times is not None and times.decode_s:
+        profile = LayerProfile(
+            times.decode_s, times.verify_s, times.prefill_s, times.tail_s, times.mtp_speedup
+        )
     used: dict[ModelId, int] = {}
     for stage in member.stages:
         took = int((stage.weight_bytes + stage.cache_bytes) * STAGE_HEADROOM)
@@ -226,21 +226,12 @@ def node_facts(
         backend=f.backend,
         chip=f.chip,
         models=frozenset(ModelId(model) for model in f.models),
-        profile=_profile(f, placing),
+        profile=profile,
         measured=measured_layers(f.profiles),
         prefill_s=times.prefill_s * MOST / max(1, times.prefill_rows) if times else 0.0,
         profile_dtype=times.dtype if times else "",
         dtype=f.dtype if f.dtype in BYTES else "auto",
         float32_products=f.float32_products,
-    )
-
-
-def _profile(facts: pb.NodeFacts, model: ModelId) -> LayerProfile | None:
-    times = _times(facts, model)
-    if times is None or not times.decode_s:
-        return None
-    return LayerProfile(
-        times.decode_s, times.verify_s, times.prefill_s, times.tail_s, times.mtp_speedup
     )
 
 

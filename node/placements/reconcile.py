@@ -306,12 +306,12 @@ def _permission(
         if not requested and (here.now < mark.until or not (waits or proven)):
             return "no"
         return "again"
-    loads = here.failed_loads(desired)
-    kinds = ("load", "files", "loss", "unreached")
-    failures = [f for f in here.failures(desired) if f.kind in kinds]
+    loads = here.failures(desired, "load", "files")
+    unreached = here.failures(desired, "unreached")
+    failures = here.failures(desired, "load", "files", "loss", "unreached")
     until = max((f.at for f in failures), default=-inf) + here.pause_s(desired, stages)
     files = [f for f in loads if f.kind == "files"]
-    in_vain = next((f for f in (here.unreached(desired), loads) if len(f) >= TRIES), None)
+    in_vain = next((f for f in (unreached, loads) if len(f) >= TRIES), None)
     if files or (in_vain and here.now < until):
         error = (files or in_vain or loads)[-1].error
         here.actions.append(GiveUp(desired.model, here.now, until, error))
@@ -328,7 +328,7 @@ def _load(here: Situation, desired: Desired, *, frugal: bool) -> None:
     permission = _permission(here, desired)
     if permission == "no":
         return
-    loads = here.failed_loads(desired)
+    loads = here.failures(desired, "load", "files")
     barred = here.doubtful()
     if permission == "elsewhere":
         barred |= here.paused(desired)
@@ -347,11 +347,7 @@ def _load(here: Situation, desired: Desired, *, frugal: bool) -> None:
 def _load_stages(here: Situation, desired: Desired, planned: StagedPlan) -> None:
     if desired.model in here.observed.given_up:
         here.actions.append(Retry(desired.model))
-    here.serial += 1
-    name = here.view.name(here.serial)
-    why = "it is requested" if desired.requested else "its first use"
-    for stage, node in enumerate(planned.nodes):
-        here.load(Load(RunnerKey(node, name, stage), planned, why))
+    here.place(planned, "it is requested" if desired.requested else "its first use")
 
 
 def _plan(
@@ -365,7 +361,7 @@ def _plan(
     rest = {node: unused for node, unused in free.items() if node not in avoided}
     planned = here.view.plan(desired, rest, frugal=frugal)
     proven = desired.model in here.observed.proven
-    again = again or proven or not here.failed_loads(desired)
+    again = again or proven or not here.failures(desired, "load", "files")
     if isinstance(planned, ExoNodeError) and avoided and again:
         planned = here.view.plan(desired, free, frugal=frugal)
     if isinstance(planned, StagedPlan) and here.failures(desired):

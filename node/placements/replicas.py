@@ -9,7 +9,7 @@ from ...placement.errors import ExoNodeError
 from ...placement.ids import NodeId
 from ..cluster.desired import Desired
 from .situation import ObservedPlacement, Situation
-from .state import Demand, Load, RunnerKey, Scale, StagedPlan
+from .state import Demand, Scale, StagedPlan
 
 MAX_REPLICAS: Final = 8
 """Replicas of one model."""
@@ -94,11 +94,7 @@ def add_replica(here: Situation, desired: Desired) -> None:
     planned = planned_replica(here, desired)
     if isinstance(planned, ExoNodeError):
         return
-    here.serial += 1
-    name = here.view.name(here.serial)
-    why = f"{desired.replicas} replicas are desired"
-    for stage, node in enumerate(planned.nodes):
-        here.load(Load(RunnerKey(node, name, stage), planned, why, extra=True))
+    here.place(planned, f"{desired.replicas} replicas are desired", extra=True)
 
 
 def replica_nodes(

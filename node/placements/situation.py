@@ -12,6 +12,7 @@ from .state import (
     UNCONNECTED,
     Action,
     Epoch,
+    FailureKind,
     Load,
     Observed,
     PlanningView,
@@ -254,27 +255,25 @@ class Situation:
 
     # ------------------------------------------------------------------ failures
 
-    def failures(self, desired: Desired) -> list[RunnerFailure]:
-        """The recent failures since the last good answer and the last explicit request."""
+    def failures(self, desired: Desired, *kinds: FailureKind) -> list[RunnerFailure]:
+        """The recent failures, of these kinds or of any, since the last good answer and the last
+        explicit request."""
         since = max(
             self.observed.answered_at.get(desired.model, -inf),
             desired.requested_at,
             self.now - self.timing.failures_within_s,
         )
-        return [f for f in self.observed.failures if f.model == desired.model and f.at > since]
-
-    def failed_loads(self, desired: Desired) -> list[RunnerFailure]:
-        return [f for f in self.failures(desired) if f.kind in ("load", "files")]
-
-    def unreached(self, desired: Desired) -> list[RunnerFailure]:
-        return [f for f in self.failures(desired) if f.kind == "unreached"]
+        own = (f for f in self.observed.failures if f.model == desired.model and f.at > since)
+        return [f for f in own if not kinds or f.kind in kinds]
 
     def pause_s(
         self, desired: Desired, stages: Iterable[int] | None = None, node: NodeId | None = None
     ) -> float:
         """Seconds between the last failure and the next load: none after the first failure, then
-        1, 2, 4, … for the stage that failed most often. None: of all stages, on all nodes."""
-        failures = [f for f in self._lost(desired) if node in (None, f.node)]
+        1, 2, 4, … for the stage that failed most often, of `stages` on `node` if these are given.
+        """
+        lost = self.failures(desired, "loss", "unreached", "load")
+        failures = [f for f in lost if node in (None, f.node)]
         numbers = {f.stage for f in failures} if stages is None else set(stages)
         counts = [sum(f.stage == number for f in failures) for number in numbers]
         most = max(counts, default=0)
@@ -282,17 +281,14 @@ class Situation:
 
     def paused(self, desired: Desired) -> set[NodeId]:
         """Nodes that failed this model, each of which has a pause of its own."""
-        last = {f.node: f.at for f in self._lost(desired)}
+        last = {f.node: f.at for f in self.failures(desired, "loss", "unreached", "load")}
         return {n for n, at in last.items() if self.now < at + self.pause_s(desired, node=n)}
-
-    def _lost(self, desired: Desired) -> list[RunnerFailure]:
-        return [f for f in self.failures(desired) if f.kind in ("loss", "unreached", "load")]
 
     def avoided(self, desired: Desired) -> set[NodeId]:
         """Nodes that failed this model: one that was never ready at once, else the second time."""
-        nodes = [f.node for f in self.failed_loads(desired)]
+        nodes = [f.node for f in self.failures(desired, "load", "files")]
         least = 2 if desired.model in self.observed.proven else 1
-        unreached = [f.node for f in self.unreached(desired)]
+        unreached = [f.node for f in self.failures(desired, "unreached")]
         return {node for node in nodes if nodes.count(node) >= least} | {
             node for node in unreached if unreached.count(node) >= 2
         }
@@ -339,6 +335,13 @@ class Situation:
     def reserve(self, plan: StagedPlan) -> None:
         for node, size in zip(plan.nodes, plan.memory, strict=True):
             self.free[node] = self.free.get(node, 0) - size
+
+    def place(self, plan: StagedPlan, why: str, *, extra: bool = False) -> None:
+        """Loads all stages of a new placement. `extra`: no answer waits for it."""
+        self.serial += 1
+        name = self.view.name(self.serial)
+        for stage, node in enumerate(plan.nodes):
+            self.load(Load(RunnerKey(node, name, stage), plan, why, extra))
 
     def load(self, action: Load) -> None:
         self.free[action.key.node] -= action.plan.memory[action.key.stage]

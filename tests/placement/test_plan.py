@@ -7,6 +7,7 @@ from cards import MTP, stage_bytes
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from exo_node.placement import search
 from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import ClusterView, LayerProfile, LinkFacts, NodeFacts
 from exo_node.placement.cost import seconds_per_token
@@ -175,6 +176,22 @@ def test_beyond_eight_nodes_more_are_added_until_the_model_fits() -> None:
     assert set(layers_of(plan(one_each, few_are_roomy, asking(max_nodes=2)))) == {"k", "l"}
     with pytest.raises(InsufficientMemory, match="no set of 9 nodes or fewer"):
         plan(one_each, cluster(*[150 * KB] * 12), asking(max_nodes=9))
+
+
+def test_beyond_eight_nodes_the_subsets_of_a_set_are_not_weighed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are 2**16 here, which takes minutes; a model of unequal layers asks for them."""
+    weigh = search._Search._reachable_ends  # pyright: ignore[reportPrivateUsage]
+
+    def bounded(self: search._Search, generator: int, mask: int) -> int:  # pyright: ignore[reportPrivateUsage]
+        assert mask.bit_count() <= search.EXACT_NODES
+        return weigh(self, generator, mask)
+
+    monkeypatch.setattr(search._Search, "_reachable_ends", bounded)  # pyright: ignore[reportPrivateUsage]
+    hybrid = card(32, num_attention_layers=8, context_length=1000, head_dim=8)
+    with pytest.raises(InsufficientMemory):
+        plan(hybrid, kilobytes(*range(75, 91)))
 
 
 def test_context_takes_memory_and_is_reported() -> None:

@@ -167,7 +167,7 @@ MUTANTS: Sequence[tuple[str, str, str, str]] = [
     ("a first load waits before another node is tried", "reconcile",
      "if here.now >= until or elsewhere else", "if here.now >= until else"),
     ("marks outlive what they are about", "reconcile",
-     "here.actions.append(Retry(desired.model))\n    here.serial", "pass\n    here.serial"),
+     "here.actions.append(Retry(desired.model))\n    here.place", "pass\n    here.place"),
     ("a model is planned while its runners end", "reconcile",
      "if any(r.plan.model == model and r.key.node in here.live for r in here.ending()):",
      "if False:"),
