@@ -73,10 +73,6 @@ class Checkpoint:
     tensors: Mapping[str, Tensor]
     fingerprint: str
 
-    @property
-    def total_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
 
 def is_weight_file(path: str) -> bool:
     """Whether a file, by its path in the checkpoint, is one that the engine may load.
@@ -148,13 +144,8 @@ def sample_digest(folder: Path) -> str:
 
 def indexed_files(folder: Path) -> frozenset[str]:
     """The weight files in the index, none where there is no index. Raises InvalidCheckpoint."""
-    files = (_read_index(folder) or {}).values()
+    files = (indexed_tensors(folder) or {}).values()
     return frozenset(file for file in files if is_weight_file(file))
-
-
-def indexed_tensors(folder: Path) -> Mapping[str, str]:
-    """Each tensor's file by the index, empty where there is no index. Raises InvalidCheckpoint."""
-    return _read_index(folder) or {}
 
 
 def _framed(part: bytes) -> bytes:
@@ -205,7 +196,8 @@ def _weight_files(folder: Path) -> list[str]:
     return sorted(names + nested)
 
 
-def _read_index(folder: Path) -> dict[str, str] | None:
+def indexed_tensors(folder: Path) -> dict[str, str] | None:
+    """Each tensor's file by the index, or None if there is none. Raises InvalidCheckpoint."""
     path = folder / INDEX_FILE
     if not os.path.lexists(path):
         return None
@@ -217,7 +209,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
 
 def _check_index(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Raises InvalidCheckpoint where there is an index and the headers contradict it."""
-    files = _read_index(folder)
+    files = indexed_tensors(folder)
     if files is None:
         return
     path = folder / INDEX_FILE

@@ -63,10 +63,6 @@ class HeadFound:
     bits: Mapping[str, int]
 
     @property
-    def quantised(self) -> bool:
-        return bool(self.bits)
-
-    @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 

@@ -40,7 +40,7 @@ from .stage_model import ONE_NODE, StageModel
 
 log = logging.getLogger(__name__)
 
-_SCHEDULE_VERSION: Final = 4
+_SCHEDULE_VERSION: Final = 5
 _MAX_NUMBERS: Final = 100_000_000
 _MAX_BYTES: Final = 1 << 16
 _MOST_IDS: Final = 251
@@ -69,18 +69,11 @@ _STARTS: Final = (0, 101)
 """Starts of two prompts: for a single one, rounding may change a router's near tie."""
 
 
-class _StoredResult(BaseModel):
+class _Result(BaseModel):
     """A result file; content that does not fit is ignored."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    architecture: str = Field(max_length=200)
-    config: str = Field(pattern=r"^[0-9a-f]{64}$")
-    mlx_lm: str = Field(max_length=100)
-    mlx: str = Field(max_length=100)
-    schedule: int
-    first: int
-    end: int
     refusal: str = Field(max_length=2000)
     """Empty if the check passed."""
     borders: Annotated[tuple[int, ...], Strict(False)] = Field(max_length=_BORDERS_TRIED)
@@ -90,23 +83,25 @@ def require_splittable(config: Mapping[str, Any], first: int, end: int, folder: 
     """Raises LoadFailed if a stage of layers [first, end) of this config.json fails its check.
 
     The error's `param` names the layers at which stages may begin, as far as they were determined.
-    The result is stored in `folder` ("": not at all) for this structure, stage, mlx-lm and MLX.
+    The result is stored in `folder` ("": not at all) for this structure, stage, mlx-lm and MLX: the
+    check takes seconds.
     """
-    small = small_config(config)
-    key = _key(small, first, end)
-    path = Path(folder) / f"split-{key.config[:32]}-{first}-{end}.json" if folder else None
-    result = _read(path, key) if path is not None else None
+    small = json.dumps(small_config(config), sort_keys=True)
+    key = small, first, end, version("mlx-lm"), version("mlx"), _SCHEDULE_VERSION
+    name = f"split-{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.json"
+    path = Path(folder) / name if folder else None
+    result = _read(path) if path is not None else None
     if result is None:
-        refusal, borders = stage_fault(json.dumps(small), first, end)
-        result = key.model_copy(update={"refusal": refusal[:2000], "borders": borders})
+        refusal, borders = stage_fault(small, first, end)
+        result = _Result(refusal=refusal[:2000], borders=borders)
         if path is not None:
             _write(path, result)
     if result.refusal:
         refused = SplitRefusal(result.refusal, frozenset(result.borders))
         remedy = "place it on one node" if refused.forbids else "other splits may do"
         raise LoadFailed(
-            f"{layer_range(first, end)} of a {key.architecture} model cannot be a stage of "
-            f"their own ({result.refusal}); {remedy}",
+            f"{layer_range(first, end)} of a {str(config.get('model_type'))[:200]} model cannot be "
+            f"a stage of their own ({result.refusal}); {remedy}",
             param=refused.param,
         )
 
@@ -322,35 +317,18 @@ def _tokens(position: int, rows: int, ids: int) -> mx.array:
     return mx.array([[(37 * i + 11) % ids for i in range(position, position + rows)]])
 
 
-def _key(small: Mapping[str, Any], first: int, end: int) -> _StoredResult:
-    text = json.dumps(small, sort_keys=True)
-    return _StoredResult(
-        architecture=str(small.get("model_type", ""))[:200],
-        config=hashlib.sha256(text.encode()).hexdigest(),
-        mlx_lm=version("mlx-lm"),
-        mlx=version("mlx"),
-        schedule=_SCHEDULE_VERSION,
-        first=first,
-        end=end,
-        refusal="",
-        borders=(),
-    )
-
-
-def _read(path: Path, key: _StoredResult) -> _StoredResult | None:
-    """The stored result for this key, or None."""
+def _read(path: Path) -> _Result | None:
     if not path.exists():
         return None
     try:
-        result = _StoredResult.model_validate_json(read_bounded(path, _MAX_BYTES))
+        return _Result.model_validate_json(read_bounded(path, _MAX_BYTES))
     except (OSError, ValueError) as fault:
         reason = "malformed" if isinstance(fault, ValidationError) else str(fault)
         log.warning("the result of a check in %s cannot be used: %s", path.name, reason)
         return None
-    return result if result.model_copy(update={"refusal": "", "borders": ()}) == key else None
 
 
-def _write(path: Path, result: _StoredResult) -> None:
+def _write(path: Path, result: _Result) -> None:
     """Stores a result. An error of the disk is only logged: the class is checked again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

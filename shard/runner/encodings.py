@@ -3,7 +3,6 @@
 import hashlib
 import time
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
@@ -11,10 +10,8 @@ from ...proto import peer_pb2 as pb
 from ..text.image_rows import PreparedImage
 
 MAX_ENCODINGS: Final = 8
-MAX_IDS: Final = 1 << 21
-"""Ids of all of them together: 8 MiB."""
-MAX_PIXELS: Final = 128 << 20
-"""Bytes of the pixels of all images together."""
+MAX_BYTES: Final = 128 << 20
+"""Ids, and the pixels of images, of all of them together."""
 MAX_AGE_S: Final = 60.0
 """A template may write the date into a prompt, so none is kept for long."""
 
@@ -27,9 +24,10 @@ class Encoding(NamedTuple):
     images: tuple[PreparedImage, ...] = ()
 
     @property
-    def pixels(self) -> int:
-        """Bytes of its images' pixels."""
-        return sum(len(image.pixels) for image in self.images)
+    def bytes(self) -> int:
+        """Those of its ids and of its images' pixels."""
+        pixels = sum(len(image.pixels) for image in self.images)
+        return len(self.ids) * self.ids.itemsize + pixels
 
 
 class Encodings:
@@ -38,7 +36,8 @@ class Encodings:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` gives seconds."""
         self._clock = clock
-        self._entries = OrderedDict[bytes, tuple[float, Encoding]]()
+        self._entries = dict[bytes, tuple[float, Encoding]]()
+        """The least recently used ones first."""
 
     @staticmethod
     def key(request: pb.GenerateRequest) -> bytes:
@@ -59,30 +58,22 @@ class Encodings:
         return digest.digest()
 
     def get(self, key: bytes) -> Encoding | None:
-        """None if there is none, or it is too old."""
-        entry = self._entries.get(key)
-        if entry is None:
+        """The encoding, or None if there is none that is young enough."""
+        entry = self._entries.pop(key, None)
+        if entry is None or self._clock() - entry[0] > MAX_AGE_S:
             return None
-        made_at, encoding = entry
-        if self._clock() - made_at > MAX_AGE_S:
-            del self._entries[key]
-            return None
-        self._entries.move_to_end(key)
-        return encoding
+        self._entries[key] = entry
+        return entry[1]
 
     def put(self, key: bytes, encoding: Encoding) -> None:
         """Adds an encoding; the least recently used ones give way. Too large a one is not kept."""
-        if len(encoding.ids) > MAX_IDS or encoding.pixels > MAX_PIXELS:
+        if encoding.bytes > MAX_BYTES:
             return
+        _ = self._entries.pop(key, None)
         self._entries[key] = self._clock(), encoding
-        self._entries.move_to_end(key)
-        while len(self._entries) > MAX_ENCODINGS or self._is_too_large:
-            _ = self._entries.popitem(last=False)
+        while len(self._entries) > MAX_ENCODINGS or self._bytes > MAX_BYTES:
+            del self._entries[next(iter(self._entries))]
 
     @property
-    def _is_too_large(self) -> bool:
-        encodings = [encoding for _, encoding in self._entries.values()]
-        ids, pixels = (
-            sum(each) for each in ([len(e.ids) for e in encodings], [e.pixels for e in encodings])
-        )
-        return ids > MAX_IDS or pixels > MAX_PIXELS
+    def _bytes(self) -> int:
+        return sum(encoding.bytes for _, encoding in self._entries.values())

@@ -37,8 +37,7 @@ from .answer_pieces import AnswerPieces
 from .bare_prompts import encode_bare
 from .encodings import Encoding, Encodings
 from .generator_wire import event_to_wire, round_from_wire, sampling_from_wire, shared_stats
-from .prefix_fetcher import PrefixFetcher
-from .prefix_sender import PrefixSender
+from .prefix_exchange import PrefixFetcher, PrefixSender
 from .refusal import Context, as_public, refuse
 
 log = logging.getLogger(__name__)

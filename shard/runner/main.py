@@ -50,16 +50,12 @@ from ..pipeline.ring import Ring
 from ..text.orphans import continue_when_orphaned
 from ..text.prompt_encoder import PromptEncoder
 from .embedding_service import serve_embeddings
-from .epoch_fence import EpochFence
 from .generator_service import GeneratorService
-from .next_stage import NextStage
 from .parent import Parent
 from .persistent_files import prefix_disk_of, profile_of, shared_prefix_key
-from .prefix_fetcher import PrefixFetcher
-from .prefix_sender import PrefixSender
-from .ring_service import RingService
-from .runner_service import RunnerService
-from .stage_service import StageService
+from .prefix_exchange import PrefixFetcher, PrefixSender
+from .runner_service import EpochFence, RunnerService
+from .stage_service import NextStage, RingService, StageService
 from .state_report import StateReport, Watched
 from .worker_service import WorkerService
 

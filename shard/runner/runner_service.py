@@ -1,12 +1,38 @@
-"""The gRPC service of any runner: reports its state, and enters epochs."""
+"""The gRPC service of any runner: reports its state, and enters epochs, so that two heads which
+connect the same runners cannot mix their connections."""
 
 from collections.abc import Callable
 
 from ...placement.errors import InvalidRequest, PeerLost
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
-from .epoch_fence import EpochFence
 from .refusal import Context, refuse
+
+
+class EpochFence:
+    """The highest epoch that a head took this runner into."""
+
+    def __init__(self, stage: int) -> None:
+        self._stage = stage
+        self.epoch: pb.Epoch | None = None
+        """None until a head connected this runner."""
+
+    def enter(self, epoch: pb.Epoch) -> None:
+        """Raises InvalidRequest unless `epoch` is higher than the present one."""
+        if self.epoch is not None and _order(epoch) <= _order(self.epoch):
+            raise self._refusal()
+        self.epoch = epoch
+
+    def require(self, epoch: pb.Epoch) -> None:
+        """Raises InvalidRequest unless `epoch` is the present one."""
+        if self.epoch is None or _order(epoch) != _order(self.epoch):
+            raise self._refusal()
+
+    def _refusal(self) -> InvalidRequest:
+        if self.epoch is None:
+            return InvalidRequest(f"stage {self._stage} is in no epoch yet", param="epoch")
+        text = f"stage {self._stage} is connected in another epoch, of {self.epoch.head}"
+        return InvalidRequest(text, param="epoch")
 
 
 class RunnerService(peer_pb2_grpc.RunnerServicer):
@@ -39,3 +65,7 @@ class RunnerService(peer_pb2_grpc.RunnerServicer):
         if (request.placement, request.stage) != (self._spec.placement, self._spec.stage):
             # The port of a runner that is gone may be another's by now.
             await refuse(context, PeerLost("another stage listens here now"))
+
+
+def _order(epoch: pb.Epoch) -> tuple[int, int, str]:
+    return epoch.term, epoch.number, epoch.head

@@ -1,9 +1,11 @@
-"""The common part of all stages' gRPC services: reads frames and returns failures."""
+"""The gRPC services of stages: what all have in common, and that of the first stage."""
 
 import asyncio
 import logging
 from abc import abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+
+import grpc
 
 from ...placement.errors import ExoNodeError, InvalidFrame, InvalidRequest, PeerLost
 from ...proto import peer_pb2 as pb
@@ -11,9 +13,10 @@ from ...proto import peer_pb2_grpc
 from ..model.stage_limits import StageLimits
 from ..pipeline.frames import Assembler, HiddenBlock, check_envelope, members_of
 from ..pipeline.link import Key
+from ..pipeline.ring import Ring
 from ..pipeline.streams import Address, OutgoingStream
-from .next_stage import NextStage
 from .refusal import Context, refuse
+from .runner_service import EpochFence
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +31,47 @@ gRPC's flow control holds back the rest; this project's first stage never sends 
 """
 ROWS_AHEAD = 32
 """Rounds of one stream that may wait for the compute thread; each request has one in flight."""
+
+
+class NextStage:
+    """This runner's stream to the next one; replaced when the placement is connected again."""
+
+    def __init__(self, credentials: grpc.ChannelCredentials, fence: EpochFence) -> None:
+        self._credentials = credentials
+        self._fence = fence
+        self._stream: OutgoingStream | None = None
+
+    async def connect(
+        self,
+        address: Address,
+        epoch: pb.Epoch,
+        on_frame: Callable[[pb.Frame], None],
+        on_lost: Callable[[PeerLost], None],
+    ) -> OutgoingStream:
+        """Raises PeerLost, and InvalidRequest unless `epoch` is the runner's own.
+
+        Another head may take the runner into its epoch while the stream opens.
+        """
+        self._fence.require(epoch)
+        stream = OutgoingStream(address, self._credentials, on_frame, on_lost)
+        await stream.open()
+        try:
+            self._fence.require(epoch)
+        except InvalidRequest:
+            await stream.close()
+            raise
+        previous, self._stream = self._stream, stream
+        if previous is not None:
+            await previous.close()
+        return stream
+
+    def send(self, frames: list[pb.Frame]) -> None:
+        if self._stream is not None:
+            self._stream.send(frames)
+
+    async def close(self) -> None:
+        if self._stream is not None:
+            await self._stream.close()
 
 
 class Incoming:
@@ -149,6 +193,42 @@ class StageService(peer_pb2_grpc.StageServicer):
         log.warning("%s", fault.message)
         self.lost_below(fault)
         self.end()  # so the stage before this one notices, and finally the first one
+
+
+class RingService(StageService):
+    """The Stage service of the first stage: passes frames of the last stage to its `Ring`."""
+
+    def __init__(
+        self, spec: pb.StageSpec, limits: StageLimits, following: NextStage, ring: Ring
+    ) -> None:
+        super().__init__(spec, limits, following)
+        self._ring = ring
+
+    async def take(self, frame: pb.Frame, incoming: Incoming) -> None:
+        match frame.WhichOneof("kind"):
+            case "hidden":
+                if (block := incoming.assembler.add(frame)) is not None:
+                    self._ring.answer(block)
+            case "release" | "renew":
+                pass  # every stage has processed it
+            case "prefix":
+                self._ring.prefix(frame)
+            case "computed":
+                self._ring.computed(frame)
+            case "failure":
+                self._ring.fail(frame)
+            case kind:
+                raise unknown_kind(kind)
+
+    def connected(self, stream: OutgoingStream) -> None:
+        self._ring.connect(stream)
+
+    def from_below(self, frame: pb.Frame) -> None:
+        if frame.HasField("failure"):  # the next stage sends nothing else back
+            self._ring.fail(frame)
+
+    def lost_below(self, fault: PeerLost) -> None:
+        self._ring.lose(fault)
 
 
 def unknown_kind(kind: str | None) -> InvalidFrame:

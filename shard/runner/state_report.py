@@ -15,8 +15,8 @@ from ..engine.compute import ComputeThread
 from ..engine.prefixes.disk import PrefixDisk
 from ..engine.stage import StageWorker
 from ..model.load import bytes_read
-from .epoch_fence import EpochFence
 from .parent import Parent
+from .runner_service import EpochFence
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ from ..engine.stage import StageOutput, StageWorker
 from ..model.stage_limits import StageLimits
 from ..pipeline.frames import HiddenBlock, cut
 from ..pipeline.stage_queue import StageQueue
-from .next_stage import NextStage
-from .stage_service import Incoming, StageService, unknown_kind
+from .stage_service import Incoming, NextStage, StageService, unknown_kind
 
 T = TypeVar("T")
 

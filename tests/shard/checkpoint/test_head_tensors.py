@@ -72,7 +72,7 @@ def test_the_demos_head_has_fifteen_tensors_in_the_backbones_last_file() -> None
     head = whole_head(DEMO)
     assert len(head.tensors) == 15
     assert head.files == ("model-00003-of-00003.safetensors",)
-    assert head.shares_file_with_backbone and not head.quantised
+    assert head.shares_file_with_backbone and not head.bits
     assert head.tensors["fc.weight"].shape == (256, 512)
     assert head.tensors["fc.weight"].name == "mtp.fc.weight"
     assert head.nbytes == sum(tensor.nbytes for tensor in head.tensors.values()) == 1_968_896

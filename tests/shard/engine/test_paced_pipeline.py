@@ -25,8 +25,7 @@ from exo_node.shard.engine.answers.text_engine import AnswerHandle
 from exo_node.shard.engine.request import Parameters
 from exo_node.shard.model.stage_model import StageModel
 from exo_node.shard.pipeline import ring
-from exo_node.shard.runner.ring_service import RingService
-from exo_node.shard.runner.stage_service import Incoming, StageService
+from exo_node.shard.runner.stage_service import Incoming, RingService, StageService
 from exo_node.shard.runner.worker_service import WorkerService
 
 CHUNK_S, ROW_S = 1.0, 0.125

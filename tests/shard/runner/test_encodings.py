@@ -2,14 +2,14 @@
 
 from array import array
 
+import pytest
 from engines import message
 
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.runner.encodings import (
     MAX_AGE_S,
+    MAX_BYTES,
     MAX_ENCODINGS,
-    MAX_IDS,
-    MAX_PIXELS,
     Encoding,
     Encodings,
 )
@@ -67,19 +67,14 @@ def test_the_least_recently_used_one_gives_way() -> None:
     assert [memory.get(key) is not None for key in keys] == [True, False, *[True] * (len(keys) - 2)]
 
 
-def test_all_of_them_have_a_bounded_number_of_ids() -> None:
-    memory, third = Encodings(), [1] * (MAX_IDS // 3)
-    for key in (b"a", b"b", b"c", b"d"):
-        memory.put(key, _of(third))
-    assert [memory.get(key) is not None for key in (b"a", b"b", b"c", b"d")] == [False, *[True] * 3]
-    memory.put(b"e", _of([1] * (MAX_IDS + 1)))
-    assert memory.get(b"e") is None and memory.get(b"d") is not None
+@pytest.mark.parametrize("kind", ["ids", "pixels"])
+def test_all_of_them_have_a_bounded_size(kind: str) -> None:
+    def sized(size: int) -> Encoding:
+        return _of([1], pixels=size) if kind == "pixels" else _of([1] * (size // 4))
 
-
-def test_all_of_them_have_a_bounded_number_of_pixels() -> None:
     memory = Encodings()
     for key in (b"a", b"b", b"c"):
-        memory.put(key, _of([1], pixels=MAX_PIXELS // 2))
+        memory.put(key, sized(MAX_BYTES // 2 - 64))
     assert [memory.get(key) is not None for key in (b"a", b"b", b"c")] == [False, True, True]
-    memory.put(b"d", _of([1], pixels=MAX_PIXELS + 1))
+    memory.put(b"d", sized(MAX_BYTES + 4))
     assert memory.get(b"d") is None and memory.get(b"c") is not None

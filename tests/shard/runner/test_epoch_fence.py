@@ -8,9 +8,9 @@ import pytest
 from exo_node.placement.errors import InvalidRequest
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.pipeline.streams import Address
-from exo_node.shard.runner import next_stage
-from exo_node.shard.runner.epoch_fence import EpochFence
-from exo_node.shard.runner.next_stage import NextStage
+from exo_node.shard.runner import stage_service
+from exo_node.shard.runner.runner_service import EpochFence
+from exo_node.shard.runner.stage_service import NextStage
 
 EARLIER = pb.Epoch(term=3, number=2, head="a")
 LATER = pb.Epoch(term=4, number=1, head="b")
@@ -49,7 +49,7 @@ class _Stage:
 
 @pytest.fixture
 def stages(monkeypatch: pytest.MonkeyPatch) -> list[_Stage]:
-    monkeypatch.setattr(next_stage, "OutgoingStream", _Stream)
+    monkeypatch.setattr(stage_service, "OutgoingStream", _Stream)
     monkeypatch.setattr(_Stream, "may_open", asyncio.Event())
     return [_Stage(number) for number in RING]
 

@@ -28,10 +28,9 @@ from exo_node.shard.checkpoint.prefix_files import header_of
 from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.compute import ComputeThread
 from exo_node.shard.model.stage_limits import StageLimits
-from exo_node.shard.runner import prefix_fetcher, prefix_sender
+from exo_node.shard.runner import prefix_exchange
 from exo_node.shard.runner.generator_service import GeneratorService
-from exo_node.shard.runner.prefix_fetcher import PrefixFetcher
-from exo_node.shard.runner.prefix_sender import CHUNK_BYTES, PrefixSender
+from exo_node.shard.runner.prefix_exchange import CHUNK_BYTES, PrefixFetcher, PrefixSender
 
 KEY = "the same model"
 CLUSTER = ClusterKey(b"0123456789abcdefghij")
@@ -198,7 +197,7 @@ def test_the_sender_refuses_what_it_may_not_or_cannot_send(
 def test_messages_are_small_and_readers_are_few(
     source: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_sender, "MAX_READERS", 1)
+    monkeypatch.setattr(prefix_exchange, "MAX_READERS", 1)
     wire = pb.PrefixRequest(placement="source", tokens=SECOND, key=KEY)
 
     async def read() -> None:
@@ -292,7 +291,7 @@ def test_whatever_the_source_does_the_prompt_is_computed_and_the_log_says_why(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prefix_fetcher, "SILENCE_S", 0.5 if "hangs" in misbehave else 30)
+    monkeypatch.setattr(prefix_exchange, "SILENCE_S", 0.5 if "hangs" in misbehave else 30)
     prompt = SECOND
     if misbehave == "sends another prompt":
         prompt = ALIEN
@@ -316,7 +315,7 @@ def test_a_trickle_has_a_limit_too(
     source: Runner, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No silence is long, yet it would never end."""
-    monkeypatch.setattr(prefix_fetcher, "FETCH_S", 0.5)
+    monkeypatch.setattr(prefix_exchange, "FETCH_S", 0.5)
 
     class Trickle(Script):
         async def ReadPrefix(
