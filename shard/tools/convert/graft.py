@@ -1,11 +1,14 @@
-"""Adds the native MTP head of one checkpoint to another, as a file of its own."""
+"""Adds the native MTP head of one checkpoint to another, as a file of its own, after a check by
+sizes and tokens that it belongs there."""
 
 # mlx is typed in part only.
 # pyright: reportUnknownMemberType=false
 
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, cast
 
 import mlx.core as mx
 
@@ -24,16 +27,61 @@ _NORMS: Final = ("norm.weight", "layernorm.weight", "norm_hidden.weight", "norm_
 _FUSED: Final = ("experts.gate_up_proj", "experts.down_proj")
 _BLOCK: Final = 128
 _SCALE: Final = "_scale_inv"
+_SIZES: Final = (
+    "hidden_size",
+    "num_hidden_layers",
+    "vocab_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "num_experts",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "kv_lora_rank",
+)
+"""Sizes of a head, or of the backbone that it was trained with."""
+_TOKENIZER: Final = "tokenizer.json"
+_MAX_TOKENIZER_BYTES: Final = 256 << 20
 
 Arrays = dict[str, mx.array]
+
+
+def require_same_model(target: Checkpoint, source: Checkpoint) -> str:
+    """Raises InvalidCheckpoint if the head would draft nonsense.
+
+    Returns a note about a missing check, or "".
+    """
+    ours, theirs = text_config(target.config), text_config(source.config)
+    for key in _SIZES:
+        if ours.get(key) != theirs.get(key):
+            raise InvalidCheckpoint(
+                f"the head of {source.folder.name} does not belong to {target.folder.name}: {key} "
+                f"is {theirs.get(key)!r} there and {ours.get(key)!r} here; take it from the model "
+                "that this one was made of",
+                param=key,
+            )
+    tokens, others = _vocabulary(target.folder), _vocabulary(source.folder)
+    if tokens is None or others is None:
+        without_tokens = target if tokens is None else source
+        return f"{without_tokens.folder.name} has no {_TOKENIZER}, so the tokens were not compared"
+    if tokens != others:
+        raise InvalidCheckpoint(
+            f"{source.folder.name} has other tokens than {target.folder.name} ({_TOKENIZER}): its "
+            "head would draft the wrong ones; take it from the model that this one was made of",
+            param=_TOKENIZER,
+        )
+    return ""
 
 
 def graft(target: Checkpoint, source: Checkpoint, bits: int | None) -> HeadFound:
     """Writes the head of `source` into the folder of `target`; returns the head found there.
 
-    The caller must check first that the head belongs to it (`same_model`). `bits`: bits of its
-    quantised matrices, None: they stay as they are (FP8 becomes bfloat16). Raises
-    InvalidCheckpoint and leaves the folder unchanged.
+    The caller must have called `require_same_model`. `bits`: bits of its quantised matrices, None:
+    they stay as they are (FP8 becomes bfloat16). Raises InvalidCheckpoint and leaves the folder
+    unchanged.
     """
     if isinstance(find_head(target), HeadFound):
         raise InvalidCheckpoint(f"{target.folder.name} has its MTP head; there is nothing to graft")
@@ -110,3 +158,19 @@ def _read_back(folder: Path) -> HeadFound:
         (folder / HEAD_FILE).unlink()
         raise
     return head
+
+
+def _vocabulary(folder: Path) -> Mapping[str, Any] | list[Any] | None:
+    """The tokenizer's table of tokens; None if there is no such file or table."""
+    path = folder / _TOKENIZER
+    if not path.is_file() or path.stat().st_size > _MAX_TOKENIZER_BYTES:
+        return None
+    try:
+        whole: object = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise InvalidCheckpoint(
+            f"{folder.name}/{_TOKENIZER} is no JSON ({error}); download the model again",
+            param=_TOKENIZER,
+        ) from error
+    model = cast("dict[str, Any]", whole).get("model") if isinstance(whole, dict) else None
+    return cast("dict[str, Any]", model).get("vocab") if isinstance(model, dict) else None

@@ -16,9 +16,8 @@ from exo_node.placement.errors import InvalidCheckpoint
 from exo_node.shard.checkpoint.chat_format import capabilities
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
 from exo_node.shard.checkpoint.head_tensors import HeadFound, HeadMissing, find_head
-from exo_node.shard.tools.convert.convert import convert
 from exo_node.shard.tools.convert.graft import HEAD_FILE
-from exo_node.shard.tools.convert.main import run
+from exo_node.shard.tools.convert.main import convert, run
 
 CASES: list[tuple[Family, Experts]] = [
     ("qwen3_5", "fused"),

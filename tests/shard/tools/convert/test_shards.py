@@ -10,7 +10,7 @@ from models import make_checkpoint
 
 from exo_node.placement.errors import InvalidCheckpoint
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
-from exo_node.shard.tools.convert.convert import convert
+from exo_node.shard.tools.convert.main import convert
 from exo_node.shard.tools.convert.shards import new_folder
 
 
