@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from exo_node.proto.framing import HEAD_BYTES, body_bytes, framed
 from exo_node.shard.checkpoint.files import write_atomic
 
 ROOT = Path(__file__).parents[3]
@@ -100,9 +99,3 @@ def test_no_other_file_of_node_and_shard_replaces_files() -> None:
     files = [f for room in ("node", "shard") for f in (ROOT / room).rglob("*.py")]
     writers = {f.relative_to(ROOT).as_posix() for f in files if replaces(f.read_text())}
     assert writers == WRITERS
-
-
-@pytest.mark.parametrize("size", [0, 1, 255, 256, 70_000])
-def test_a_frame_says_its_length(size: int) -> None:
-    frame = framed(b"x" * size)
-    assert (len(frame), body_bytes(frame[:HEAD_BYTES])) == (HEAD_BYTES + size, size)

@@ -1,21 +1,27 @@
 """Quantised copies and grafted heads, loaded as a runner loads them."""
 
 # mlx is typed in part only.
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
 from conversions import convert_request, strip_head
 from engines import DEMO, ORACLE, answer, engine_of, load_quietly, request, spec
+from families import ORACLE as FAMILIES
+from families import generated, with_head
 from models import Experts, Family, make_checkpoint
 
+from exo_node.mtp.families.head import HeadSource
 from exo_node.placement.errors import InvalidCheckpoint
 from exo_node.shard.checkpoint.chat_format import capabilities
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
 from exo_node.shard.checkpoint.head_tensors import HeadFound, HeadMissing, find_head
+from exo_node.shard.model.open_model import backbone_is_raw, head_arrays
 from exo_node.shard.tools.convert.graft import HEAD_FILE
 from exo_node.shard.tools.convert.main import convert, run
 
@@ -74,6 +80,8 @@ def test_a_stripped_demo_says_why_and_a_graft_brings_its_drafts_back(tmp_path: P
     folder = strip_head(DEMO, tmp_path / "demo")
     missing = head_of(folder)
     assert isinstance(missing, HeadMissing)
+    result = run(convert_request(folder, tmp_path / "4bit", bits=4))
+    assert result["head"] == missing.reason and isinstance(head_of(tmp_path / "4bit"), HeadMissing)
     assert "they were stripped" in missing.reason and "`exo-node models graft`" in missing.reason
     run(convert_request(folder, folder, head=str(DEMO)))
     assert isinstance(head_of(folder), HeadFound)
@@ -152,3 +160,48 @@ def test_a_conversion_holds_a_few_tensors_at_a_time(tmp_path: Path) -> None:
     )
     assert mx.get_peak_memory() - before < whole / 3
     assert len(list(target.glob("model-*.safetensors"))) > 4
+
+
+@pytest.mark.parametrize("experts", ["unfused", "fused"])
+def test_a_mixtures_grafted_head_drafts_with_the_oracles_counts(
+    experts: Experts, tmp_path: Path
+) -> None:
+    name = "qwen3_5_moe"
+    original = tmp_path / "original"
+    _ = shutil.copytree(FAMILIES / name, original)
+    if experts == "fused":
+        fuse(original / "model.safetensors")
+    folder = strip_head(original, tmp_path / "stripped")
+    run(convert_request(folder, folder, head=str(original)))
+    checkpoint = read_checkpoint(folder)
+    head = find_head(checkpoint)
+    assert isinstance(head, HeadFound)
+    source = HeadSource(head_arrays(checkpoint, head), backbone_is_raw(checkpoint, head))
+    it = with_head(folder, name, "post_norm", source)
+    for prompt, expected in zip(it.prompts, it.expected, strict=True):
+        rounds = generated(it, prompt, 2, chunk=512)
+        drafted = [r for r in rounds if r.drafted]
+        assert [token for r in rounds for token in r.tokens] == expected["greedy_ids"]
+        assert expected["K"]["2"] == {
+            "rounds": len(drafted),
+            "drafted": sum(r.drafted for r in drafted),
+            "accepted": sum(r.accepted for r in drafted),
+        }
+
+
+def fuse(path: Path) -> None:
+    """The experts of the head as one tensor each, as some publishers have them."""
+    weights: dict[str, Any] = dict(mx.load(str(path)))  # type: ignore[arg-type]
+    part = "mtp.layers.0.mlp.experts."
+    count = len([name for name in weights if name.startswith(part)]) // 3
+    kinds = ("gate_proj", "up_proj", "down_proj")
+    gate, up, down = (
+        mx.stack([weights.pop(f"{part}{expert}.{kind}.weight") for expert in range(count)])
+        for kind in kinds
+    )
+    weights |= {
+        f"{part}gate_up_proj": mx.concatenate([gate, up], axis=-2),
+        f"{part}down_proj": down,
+    }
+    mx.eval(weights)
+    mx.save_safetensors(str(path), weights, {"format": "pt"})
