@@ -15,7 +15,7 @@ from ....mtp.families.table import family_of
 from ....mtp.sampler import Sampler
 from ....mtp.schedule import Schedule
 from ....mtp.targets import FamilyTarget, Target, WholeTarget
-from ....mtp.types import CacheTier, FinishReason
+from ....mtp.types import CacheTier, FinishReason, GenerationStats
 from ....placement.errors import InvalidRequest
 from ...kernels.install import used
 from ...model.load import Loaded
@@ -301,22 +301,23 @@ class TextEngine:
         parameters, text, measured = answer.request, answer.text, self.measurements
         self.drafting.park(request.drafts.parked_at)
         depth_reason = self._note_depth(request) if parameters.k else ""
-        stats = answer.stats.finish(
+        given = GenerationStats(
+            num_draft_tokens=parameters.k,
+            drafting_reason=parameters.drafting.drafting_reason or self.drafting.parked_reason,
+            acceptance_rule=parameters.sampling.rule_of(request.most_drafts),
             prompt_tokens=len(parameters.prompt),
-            rule=parameters.sampling.rule_of(request.most_drafts),
-            policy=parameters.policy,
-            k=parameters.k,
-            reason=parameters.drafting.drafting_reason or self.drafting.parked_reason,
+            draft_policy=parameters.policy,
+            head_parked=bool(self.drafting.parked_reason),
             depth_reason=depth_reason,
             resumes=parameters.attempt - 1,
-            parked=bool(self.drafting.parked_reason),
             kernels=self._kernels,
             cached_tokens=request.cached_rows,
             cached_tier=request.cached_tier,
             batching_reason=request.batching_reason,
-            loop_reason="" if request.loop_guard is None else request.loop_guard.reason,
             lookup_reason=self.lookup.reason(parameters, shared=answer.stats.shares_without_copies),
+            loop_reason="" if request.loop_guard is None else request.loop_guard.reason,
         )
+        stats = answer.stats.finish(given)
         if parameters.drafting.adaptive_draft:
             measured.profile.save()
         identity = measured.identity if parameters.k else "off"
