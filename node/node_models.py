@@ -23,9 +23,8 @@ from .local_node import LocalNode
 from .model_list import ModelList
 from .peering import PeerWiring
 from .placements.stage_runners import LocalStages
-from .store.daemon_threads import stoppable
 from .store.pulls import Pull, Pulls
-from .store.stop_signal import not_in_time
+from .store.stop_signal import not_in_time, stoppable
 from .store.transfers import Progress
 
 if TYPE_CHECKING:

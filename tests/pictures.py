@@ -80,7 +80,7 @@ def picture_pipeline(bounds: Sequence[int], folder: Path = DENSE, **changes: Any
 def prepared(file: bytes, folder: Path = DENSE) -> PreparedImage:
     codec = loaded(folder).codec
     assert codec is not None
-    return codec.prepare_image(file)
+    return codec.pictures.prepare(file)
 
 
 def picture_request(

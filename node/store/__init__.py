@@ -2,14 +2,12 @@
 
 checking.py: a checkpoint's pre-flight
 copy_folder.py: the folder of a copy from a peer, whole or partial
-daemon_threads.py: threads that talk to the hub, for which nothing waits
 fetching.py: gets a stage's model from this disk, from peers or from the hub
 gguf_places.py: GGUF files on this disk, Ollama's and LM Studio's too, to be imported
 head_source.py: where an MTP head is taken from
 hub_cache.py: the Hugging Face cache: its snapshots, and their removal
-hub_client.py: the client of the hub, its proxies, and its faults in words
+hub_client.py: the client of the hub: its lists, bounded as a whole, and its faults in words
 hub_download.py: downloads from the Hugging Face hub into its cache
-hub_lists.py: the hub's lists of repositories and files, bounded as a whole
 hub_search.py: searches the hub: sizes and config.json of what it finds
 identifiers.py: names, commits and hashes from outside, checked before they are parts of paths
 library.py: models by id, with their cards
@@ -21,7 +19,7 @@ prefix_folder.py: cached prefixes on this disk: their bound, their models, their
 pulls.py: downloads that people asked for: followed, paused, resumed, cancelled
 sharing.py: the files that peers may copy
 sources.py: the peers that have a model, and what a placement would copy from them
-stop_signal.py: ends a download from another thread
+stop_signal.py: threads that talk to the hub, and the signal that ends them
 transfers.py: one file on its way: its partial file, its hash, its progress
 user_cards.py: a person's own cards
 """

@@ -22,13 +22,12 @@ from ...shard.checkpoint.stage_files import stand_ins
 from ..machine.events import EventLog
 from ..rpc.model_files import ModelFilesClient
 from .copy_folder import HERE, CopyFolder
-from .daemon_threads import stoppable
 from .library import ModelLibrary
 from .model_folder import Place, read_origin
 from .peer_copy import PeerCopy
 from .places import copy_folder
 from .sources import ModelSource
-from .stop_signal import StopSignal
+from .stop_signal import StopSignal, stoppable
 from .transfers import Progress
 
 OnProgress = Callable[[str, Progress], None]

@@ -84,9 +84,7 @@ class HubCache:
         if fault := self.access_fault(name):
             raise InvalidCheckpoint(fault, param="model")
         snapshot = self.snapshot(name, checked)
-        if snapshot is None or self.missing_files(name, snapshot):
-            return None
-        return snapshot
+        return None if snapshot is None or missing_files(snapshot) else snapshot
 
     def find(self, model: ModelId) -> Path | None:
         """The whole snapshot of the model that `models` calls so, or None if there is none.
@@ -121,8 +119,7 @@ class HubCache:
             yield Place(ModelId(str(self.folder)), self.folder, hub=True, fault=fault)
             return
         for folder in sorted(self.folder.glob("models--*--*")):
-            owner, _, name = folder.name.removeprefix("models--").partition("--")
-            if (repository := RepositoryName.read(f"{owner}/{name}")) is None:
+            if (repository := RepositoryName.read(_name_of(folder))) is None:
                 continue
             fault = self.access_fault(repository)
             try:
@@ -154,32 +151,6 @@ class HubCache:
         except OSError as error:
             raise InvalidCheckpoint(_unreadable(error, self.folder), param="model") from error
         return None if commit is None else self.snapshot_of(repository, commit)
-
-    def missing_files(self, repository: RepositoryName, snapshot: Path) -> list[str]:
-        """The files that a snapshot lacks: by the record of its download, by the listing that the
-        hub's client kept, or by its index.
-
-        Raises InvalidCheckpoint for a malformed index.
-        """
-        if not (files := {file.path for file in self._record(repository, snapshot)[1]}):
-            files = self._listed_files(repository, snapshot)
-        names = (*files, *(path.name for path in snapshot.glob("*")))
-        if not any(map(is_weight_file, names)):
-            files.add(FilePath("model.safetensors"))
-        return sorted(path for path in files if not (snapshot / path).exists())
-
-    def _listed_files(self, repository: RepositoryName, snapshot: Path) -> set[FilePath]:
-        from huggingface_hub import get_cached_repo_tree
-        from huggingface_hub.errors import CachedRepoTreeNotFoundError
-
-        try:
-            listing = get_cached_repo_tree(
-                repository, revision=snapshot.name, cache_dir=self.folder
-            )
-            names = {file.path for file in listing if is_model_file(file.path)}
-        except CachedRepoTreeNotFoundError:
-            names = indexed_files(snapshot)
-        return {path for name in names if (path := FilePath.read(name)) is not None}
 
     def claim(
         self,
@@ -215,82 +186,109 @@ class HubCache:
         except OSError:  # a disk without links, such as one in exFAT
             os.replace(blob, path)
 
-    def is_own(self, repository: RepositoryName, snapshot: Path) -> bool:
-        """Whether exo-node made the snapshot, and no other program."""
-        return self._record(repository, snapshot)[0]
-
-    def progress(self, repository: RepositoryName, snapshot: Path) -> tuple[int, int]:
-        """The bytes of a snapshot's files that are here, and those of all of them.
-
-        Of a download by another program both are the bytes that are here.
-        """
-        blobs = self.repository(repository) / "blobs"
-        files = self._record(repository, snapshot)[1]
-        here = {path: _size(path) for path in snapshot.rglob("*") if not path.is_dir()}
-        done_bytes = sum(here.values())
-        for file in files:
-            if snapshot / file.path not in here and file.hash:
-                names = (file.hash, f"{file.hash}.incomplete")
-                done_bytes += max(_size(blobs / name) for name in names)
-        return done_bytes, max(done_bytes, sum(file.size for file in files))
-
-    def paths_of(self, repository: RepositoryName, snapshot: Path) -> list[Path]:
-        """The files and folders that go with a snapshot: its own, its names, its blobs.
-
-        Blobs that another snapshot uses stay. The whole repository's folder goes with its last one.
-        Raises OSError.
-        """
-        folder = self.repository(repository)
-        others = [path for path in (folder / "snapshots").glob("*") if path != snapshot]
-        if not others:
-            return [folder]
-        links = (path for other in others for path in other.rglob("*") if path.is_symlink())
-        shared_blobs = {link.resolve() for link in links}
-        targets = {path.resolve() for path in snapshot.rglob("*") if path.is_symlink()}
-        own = {path for path in targets if path.parent == folder.resolve() / "blobs"}
-        partial = self._partial_blobs(repository, snapshot)
-        for other in others:
-            partial -= self._partial_blobs(repository, other)
-        refs = [ref for ref, commit in _refs(folder) if commit == snapshot.name]
-        rest = (folder / "trees" / f"{snapshot.name}.json", folder / _OWN / snapshot.name)
-        return [snapshot, *filter(Path.exists, (*(own - shared_blobs), *partial, *rest)), *refs]
-
-    def _partial_blobs(self, repository: RepositoryName, snapshot: Path) -> set[Path]:
-        blobs = self.repository(repository) / "blobs"
-        files = self._record(repository, snapshot)[1]
-        return {blobs / f"{file.hash}.incomplete" for file in files if file.hash}
-
-    def _record(
-        self, repository: RepositoryName, snapshot: Path
-    ) -> tuple[bool, Sequence[RemoteFile]]:
-        """The record that `claim` wrote; a file with anything else claims nothing."""
-        if (commit := Commit.read(snapshot.name)) is None:
-            return False, ()
-        try:
-            raw: dict[str, Any] = json.loads(
-                (self.repository(repository) / _OWN / commit).read_bytes()
-            )
-            files = [
-                RemoteFile(FilePath(path), int(size), FileHash(hash) if hash else None)
-                for path, (size, hash) in raw["files"].items()
-            ]
-            return raw["own"] is True, files
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return False, ()
-
     def _models_of(self, repository: RepositoryName) -> list[Place]:
         places: list[Place] = []
         for revision, folder in _revisions(self.repository(repository)):
             if not os.path.lexists(folder / CONFIG):
                 continue
             try:
-                missing = tuple(self.missing_files(repository, folder))
+                missing = tuple(missing_files(folder))
             except InvalidCheckpoint:  # its index is malformed: reading the checkpoint names it
                 missing = ()
             if _is_model(folder, whole=not missing):
                 id = ModelId(repository + (f"@{revision}" if revision else ""))
                 places.append(Place(id, folder, hub=True, missing=missing))
         return places
+
+
+def missing_files(snapshot: Path) -> list[str]:
+    """The files that a snapshot lacks: by the record of its download, by the listing that the hub's
+    client kept, or by its index.
+
+    Raises InvalidCheckpoint for a malformed index.
+    """
+    files = {file.path for file in _record(snapshot)[1]} or _listed_files(snapshot)
+    names = (*files, *(path.name for path in snapshot.glob("*")))
+    if not any(map(is_weight_file, names)):
+        files.add(FilePath("model.safetensors"))
+    return sorted(path for path in files if not (snapshot / path).exists())
+
+
+def _listed_files(snapshot: Path) -> set[FilePath]:
+    from huggingface_hub import get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+    cache, name = snapshot.parents[2], _name_of(snapshot.parents[1])
+    try:
+        listing = get_cached_repo_tree(name, revision=snapshot.name, cache_dir=cache)
+        names = {file.path for file in listing if is_model_file(file.path)}
+    except CachedRepoTreeNotFoundError:
+        names = indexed_files(snapshot)
+    return {path for name in names if (path := FilePath.read(name)) is not None}
+
+
+def is_own(snapshot: Path) -> bool:
+    """Whether exo-node made the snapshot, and no other program."""
+    return _record(snapshot)[0]
+
+
+def progress(snapshot: Path) -> tuple[int, int]:
+    """The bytes of a snapshot's files that are here, and those of all of them.
+
+    Of a download by another program both are the bytes that are here.
+    """
+    blobs, files = snapshot.parents[1] / "blobs", _record(snapshot)[1]
+    here = {path: _size(path) for path in snapshot.rglob("*") if not path.is_dir()}
+    done_bytes = sum(here.values())
+    for file in files:
+        if snapshot / file.path not in here and file.hash:
+            names = (file.hash, f"{file.hash}.incomplete")
+            done_bytes += max(_size(blobs / name) for name in names)
+    return done_bytes, max(done_bytes, sum(file.size for file in files))
+
+
+def paths_of(snapshot: Path) -> list[Path]:
+    """The files and folders that go with a snapshot: its own, its names, its blobs.
+
+    Blobs that another snapshot uses stay. The whole repository's folder goes with its last one.
+    Raises OSError.
+    """
+    folder = snapshot.parents[1]
+    others = [path for path in (folder / "snapshots").glob("*") if path != snapshot]
+    if not others:
+        return [folder]
+    links = (path for other in others for path in other.rglob("*") if path.is_symlink())
+    shared_blobs = {link.resolve() for link in links}
+    targets = {path.resolve() for path in snapshot.rglob("*") if path.is_symlink()}
+    own = {path for path in targets if path.parent == folder.resolve() / "blobs"}
+    partial = _partial_blobs(snapshot).difference(*map(_partial_blobs, others))
+    refs = [ref for ref, commit in _refs(folder) if commit == snapshot.name]
+    rest = (folder / "trees" / f"{snapshot.name}.json", folder / _OWN / snapshot.name)
+    return [snapshot, *filter(Path.exists, (*(own - shared_blobs), *partial, *rest)), *refs]
+
+
+def _partial_blobs(snapshot: Path) -> set[Path]:
+    blobs, files = snapshot.parents[1] / "blobs", _record(snapshot)[1]
+    return {blobs / f"{file.hash}.incomplete" for file in files if file.hash}
+
+
+def _record(snapshot: Path) -> tuple[bool, Sequence[RemoteFile]]:
+    """The record that `HubCache.claim` wrote; a file with anything else claims nothing."""
+    try:
+        path = snapshot.parents[1] / _OWN / Commit(snapshot.name)
+        raw: dict[str, Any] = json.loads(path.read_bytes())
+        files = [
+            RemoteFile(FilePath(path), int(size), FileHash(hash) if hash else None)
+            for path, (size, hash) in raw["files"].items()
+        ]
+        return raw["own"] is True, files
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return False, ()
+
+
+def _name_of(folder: Path) -> str:
+    """The name of the repository that a folder of the cache is of."""
+    return folder.name.removeprefix("models--").replace("--", "/", 1)
 
 
 def _is_model(snapshot: Path, *, whole: bool) -> bool:

@@ -20,12 +20,10 @@ from huggingface_hub.utils import WeakFileLock
 
 from ...placement.errors import DownloadFailed
 from ...shard.checkpoint.checkpoint import HEAD_FILES, is_weight_file
-from .daemon_threads import in_daemons
-from .hub_cache import HubCache, checked_names, offline_by
-from .hub_client import explain, hub_client, wrong_answer
-from .hub_lists import HubLists, answer
+from .hub_cache import HubCache, checked_names, missing_files, offline_by
+from .hub_client import HubLists, answer, explain, hub_client, wrong_answer
 from .identifiers import Commit, FileHash, FilePath, RepositoryName, Revision
-from .stop_signal import StopSignal
+from .stop_signal import StopSignal, in_daemons
 from .transfers import FileProgress, Meter, PartialFile, Progress, RemoteFile, require_room
 
 Choose = Callable[[Path, frozenset[str]], frozenset[str]]
@@ -82,7 +80,7 @@ def _from_cache_only(
 ) -> Path:
     """A snapshot that lacks at most a head's own file; without that MTP is off."""
     snapshot = cache.snapshot(repository, revision)
-    missing = cache.missing_files(repository, snapshot) if snapshot else ["config.json"]
+    missing = missing_files(snapshot) if snapshot else ["config.json"]
     if snapshot is not None and set(missing) <= set(HEAD_FILES):
         return snapshot
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""

@@ -18,12 +18,10 @@ from huggingface_hub import hf_hub_url
 from ...placement.errors import DownloadFailed, ExoNodeError
 from ...shard.checkpoint.checkpoint import MAX_CONFIG_BYTES, is_weight_file, parse_config
 from ...shard.checkpoint.model_classes import has_class
-from .daemon_threads import in_daemons
-from .hub_client import explain, hub_client
-from .hub_lists import Entry, HubLists, answer, read
+from .hub_client import Entry, HubLists, answer, explain, hub_client, read
 from .identifiers import Commit, RepositoryName
 from .model_folder import CONFIG
-from .stop_signal import Stopped, StopSignal
+from .stop_signal import Stopped, StopSignal, in_daemons
 
 _STREAMS: Final = 6
 _KEPT: Final = 512

@@ -26,8 +26,7 @@ from ...shard.checkpoint.head_tensors import HeadFound, find_head
 from ...shard.checkpoint.pooling import embedder_facts
 from ...shard.checkpoint.vision import may_read_images
 from .gguf_places import by_name, by_path, in_model_folders
-from .hub_cache import HubCache, offline_by
-from .identifiers import RepositoryName
+from .hub_cache import HubCache, is_own, offline_by
 from .model_folder import CONFIG, Place, Stamp, bytes_in, stamp
 from .places import Removal, all_places, find_removal, in_folders
 from .user_cards import UserCards
@@ -255,13 +254,12 @@ class ModelLibrary:
         """Why a node deletes none of the model's files here for the page; "" where it does."""
         if model.card.id == DEMO:
             return "it is part of exo-node"
-        cache, folder = HubCache(), model.folder
+        folder = model.folder
         if folder is None or (self._roots and folder.is_relative_to(self._roots[-1])):
             return ""
-        if not folder.is_relative_to(cache.folder):
+        if not folder.is_relative_to(HubCache().folder):
             return f"{folder} is a folder of yours"
-        repository = RepositoryName(folder.parents[1].name[8:].replace("--", "/"))
-        return "" if cache.is_own(repository, folder) else "another program brought it"
+        return "" if is_own(folder) else "another program brought it"
 
     def card_of(self, model: ModelId, config: Mapping[str, Any], size: int) -> ModelCard:
         """The card of a repository that is not here. Raises InvalidCard."""

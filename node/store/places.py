@@ -9,8 +9,8 @@ from pathlib import Path
 from ...placement.errors import RemovalRefused
 from ...placement.ids import ModelId
 from ...shard.checkpoint.files import access_fault
-from .hub_cache import HubCache
-from .identifiers import FolderName, RepositoryName
+from .hub_cache import HubCache, is_own, paths_of
+from .identifiers import FolderName
 from .model_folder import CONFIG, COPY_FILE, Place, bytes_in, read_origin
 
 
@@ -73,12 +73,11 @@ def find_removal(model: ModelId, own_folder: Path) -> Removal | None:
     None: no such model is there. Raises RemovalRefused.
     """
     try:
-        cache = HubCache()
-        for place in cache.models():
+        for place in HubCache().models():
             if place.id == model and place.fault:
                 raise RemovalRefused(place.fault, param="model")
             if place.id == model:
-                return removal_of(cache, model, place.folder)
+                return removal_of(model, place.folder)
         for place in in_folders((own_folder,)):
             if place.id == model:
                 return Removal(model, [place.folder], bytes_in(place.folder), own=True)
@@ -87,12 +86,10 @@ def find_removal(model: ModelId, own_folder: Path) -> Removal | None:
     return None
 
 
-def removal_of(cache: HubCache, model: ModelId, snapshot: Path) -> Removal:
+def removal_of(model: ModelId, snapshot: Path) -> Removal:
     """The removal of a snapshot of the cache. Raises OSError."""
-    repository = RepositoryName(model.partition("@")[0])
-    paths = cache.paths_of(repository, snapshot)
-    own = cache.is_own(repository, snapshot)
-    return Removal(model, paths, sum(map(bytes_in, paths)), own)
+    paths = paths_of(snapshot)
+    return Removal(model, paths, sum(map(bytes_in, paths)), is_own(snapshot))
 
 
 def not_deleted(model: str, error: OSError) -> RemovalRefused:

@@ -24,12 +24,11 @@ from ...placement.errors import (
 from ...placement.ids import ModelId
 from ..machine.events import EventLog
 from ..machine.tasks import background, cancel
-from .daemon_threads import in_daemon
-from .hub_cache import HubCache, checked_names
+from .hub_cache import HubCache, checked_names, missing_files, progress
 from .identifiers import RepositoryName, Revision
 from .library import ModelLibrary
 from .places import Removal, not_deleted, removal_of
-from .stop_signal import Stopped, StopSignal
+from .stop_signal import Stopped, StopSignal, in_daemon
 from .transfers import Progress
 
 Status = Literal["waiting", "downloading", "pausing", "paused", "failed", "done", "cancelled"]
@@ -317,27 +316,23 @@ class Pulls:
 
     def _on_disk(self) -> dict[str, Pull]:
         """The downloads that lack files, by model. Blocks."""
-        cache = HubCache()
         pulls: dict[str, Pull] = {}
-        for place in cache.models():
+        for place in HubCache().models():
             if place.missing:
                 text, _, named = place.id.partition("@")
-                repository, revision = checked_names(text, named or None)
-                done_bytes, total = cache.progress(repository, place.folder)
-                progress = Progress(done_bytes, total, "")
-                pull = Pull(place.id, repository, revision, "paused", progress)
-                pulls[place.id] = pull
+                names = checked_names(text, named or None)
+                here = Progress(*progress(place.folder), "")
+                pulls[place.id] = Pull(place.id, *names, "paused", here)
         return pulls
 
 
 def _discard(pull: Pull) -> Removal | None:
     """Deletes the unfinished snapshot; None: there is none that exo-node began."""
-    cache = HubCache()
-    snapshot = cache.begun(pull.repository, pull.revision)
-    if snapshot is None or not cache.missing_files(pull.repository, snapshot):
+    snapshot = HubCache().begun(pull.repository, pull.revision)
+    if snapshot is None or not missing_files(snapshot):
         return None
     try:
-        removal = removal_of(cache, ModelId(pull.model), snapshot)
+        removal = removal_of(ModelId(pull.model), snapshot)
     except OSError as error:
         raise not_deleted(pull.model, error) from error
     if not removal.own:

@@ -1,12 +1,19 @@
-"""The signal that ends a download from another thread, also where its connections are silent."""
+"""Threads that talk to the hub, and the signal that ends them, also where it is silent.
 
+Neither this node nor its process waits for their end.
+"""
+
+import asyncio
 import socket
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from ...placement.errors import DownloadFailed
+
+T = TypeVar("T")
 
 
 class Stopped(Exception):
@@ -100,3 +107,42 @@ def _shut(connection: socket.socket) -> None:
     """Wakes the reader. A TLS socket's own method would pull its state from under that thread."""
     with suppress(OSError):  # it has been closed
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
+def in_daemons(work: Sequence[Callable[[], T]], threads: int, name: str) -> list[Future[T]]:
+    """Starts the work in its order, on `threads` threads at most. What is cancelled before its
+    turn is left out."""
+    futures = [Future[T]() for _ in work]
+    pairs, lock = iter(zip(work, futures, strict=True)), threading.Lock()
+
+    def run() -> None:
+        while True:
+            with lock:
+                pair = next(pairs, None)
+            if pair is None:
+                return
+            call, future = pair
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(call())
+            except BaseException as error:  # raised where the outcome is awaited
+                future.set_exception(error)
+
+    for _ in range(min(threads, len(work))):
+        threading.Thread(target=run, name=name, daemon=True).start()
+    return futures
+
+
+def in_daemon(work: Callable[[], T], name: str) -> Future[T]:
+    """Starts the work in a thread of its own."""
+    return in_daemons([work], 1, name)[0]
+
+
+async def stoppable(work: Callable[[StopSignal], T], name: str) -> T:
+    """The outcome of the work, whose thread is told to stop once this is cancelled."""
+    stop = StopSignal()
+    try:
+        return await asyncio.wrap_future(in_daemon(lambda: work(stop), name))
+    finally:
+        stop.set()

@@ -8,19 +8,16 @@ helper_process.py: the parent's side of one helper process and its limits
 helper_queue.py: queues requests to a helper and replaces a helper that ended
 image_rows.py: the rows of images in a prompt, and their ids
 infill.py: prompts of the text in front of a gap and the text after it
-jpeg_scans.py: refuses JPEGs that take long to decode
 messages.py: a chat's messages, and their size
 orphans.py: the end of a stopped process whose parent was killed
-outlines.py: tools for templates that cannot read their schemas
 pictures.py: decodes image files within limits and cuts them into patches
-plain_calls.py: tool calls as plain JSON, for models without a known call format
+plain_calls.py: tools and calls for models and templates without a form of their own for them
 prompt_encoder.py: sends prompts and grammars to the helpers for short and long requests
 rewritings.py: finds the rewriting of a chat that a template takes without losing a part
 stop_strings.py: stop strings in an answer's content
 template.py: chat templates and their options
 thinking.py: a chat template's variables for reasoning
 token_bytes.py: the bytes of one token
-tokenizer_folder.py: a tokenizer's files as this engine reads them, for the libraries
-tokenizer_sizes.py: refuses tokenizer files that would take minutes to read
+tokenizer_folder.py: a tokenizer's files as this engine reads them, and their limits
 turns.py: joins, splits and moves turns of a chat
 """

@@ -29,13 +29,11 @@ from .messages import too_long
 from .stop_strings import StopStrings
 from .template import TEMPLATE_FAULTS, ChatTemplate, TemplateOptions
 from .token_bytes import longest_token, token_bytes
-from .tokenizer_folder import SETTINGS, tokenizer_folder
-from .tokenizer_sizes import require_reasonable
+from .tokenizer_folder import SETTINGS, require_reasonable, tokenizer_folder
 from .tools.answer_format import format_of, has_call_grammar, other_turn_ends
 from .tools.tool_calls import Call, parse_calls
 
 if TYPE_CHECKING:
-    from .image_rows import PreparedImage
     from .pictures import PictureProcessor
 
 log = logging.getLogger(__name__)
@@ -69,7 +67,6 @@ class TextCodec:
         self.prompt_bytes = token_bytes(tokenizer, with_control=True)
         """The same of a prompt's tokens: control tokens have the bytes of their names."""
         self._infill = Infill.of(tokenizer)
-        self._longest_token: int | None = None
         self.end_tokens = frozenset(int(token) for token in tokenizer.eos_token_ids)
         self._other_turn_ends = other_turn_ends(tokenizer)
         self._image_frame = image_frame(folder, tokenizer)
@@ -121,12 +118,10 @@ class TextCodec:
         newline = self._tokenizer.encode("\n", add_special_tokens=False)
         return tuple(sorted({*self.end_tokens, *newline}))
 
-    @property
+    @cached_property
     def longest_token(self) -> int:
         """The most bytes of text of one id."""
-        if self._longest_token is None:
-            self._longest_token = longest_token(self._tokenizer)
-        return self._longest_token
+        return longest_token(self._tokenizer)
 
     def encode_chat(
         self,
@@ -152,20 +147,18 @@ class TextCodec:
         if self._image_frame is not None:
             mark, framed = self._image_frame
             parts = [part.replace(mark, framed) for part in parts]
-        return self._encode(parts, limit)
+        if limit is not None and (size := sum(len(part.encode()) for part in parts)) > limit:
+            raise too_long(size, limit, self.longest_token)
+        return self._encode(parts)
 
-    def encode_text(self, text: str, limit: int | None = None) -> list[int]:
-        """Ids of a text that is a whole prompt; control tokens in it count as such.
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of a text that is a whole prompt; control tokens in it count as such."""
+        return self._encode([text], first=True)
 
-        Raises ContextLengthExceeded like `encode_chat`.
-        """
-        return self._encode([text], limit, first=True)
-
-    def encode_infill(self, prefix: str, suffix: str, limit: int | None = None) -> list[int]:
+    def encode_infill(self, prefix: str, suffix: str) -> list[int]:
         """Ids of a prompt whose answer fills the gap between two texts; see `Infill.encode`.
 
-        Raises UnsupportedParameter for a tokenizer that has no tokens for it, and
-        ContextLengthExceeded like `encode_chat`.
+        Raises UnsupportedParameter for a tokenizer that has no tokens for it.
         """
         if self._infill is None:
             raise UnsupportedParameter(
@@ -173,9 +166,6 @@ class TextCodec:
                 "<|fim_middle|>; leave 'suffix' out, or use a model for code that has them",
                 param="suffix",
             )
-        size = len(prefix.encode(errors="replace")) + len(suffix.encode(errors="replace"))
-        if limit is not None and size > limit:
-            raise too_long(size, limit, self.longest_token)
         return self._infill.encode(prefix, suffix)
 
     @property
@@ -183,10 +173,8 @@ class TextCodec:
         """The tokens that end what was filled into a gap, beside the end tokens."""
         return frozenset() if self._infill is None else self._infill.ends
 
-    def _encode(self, parts: Sequence[str], limit: int | None, *, first: bool = False) -> list[int]:
+    def _encode(self, parts: Sequence[str], *, first: bool = False) -> list[int]:
         """`first`: whether to put the model's BOS token in front."""
-        if limit is not None and (size := sum(len(p.encode()) for p in parts)) > limit:
-            raise too_long(size, limit, self.longest_token)
         try:
             pieces = [self._tokenizer.encode(part, add_special_tokens=first) for part in parts]
         except TEMPLATE_FAULTS as fault:
@@ -196,16 +184,9 @@ class TextCodec:
             ) from fault
         return [int(token) for piece in pieces for token in piece]
 
-    def prepare_image(self, data: bytes) -> "PreparedImage":
-        """An image file as the model's tower takes it. Raises InvalidRequest without a field."""
-        return self._pictures.prepare(data)
-
-    def begin_images(self) -> None:
-        """Imports what `prepare_image` needs. Raises InvalidCheckpoint."""
-        _ = self._pictures
-
     @cached_property
-    def _pictures(self) -> "PictureProcessor":
+    def pictures(self) -> "PictureProcessor":
+        """The processor of the model's images, imported on use. Raises InvalidCheckpoint."""
         from .pictures import PictureProcessor  # all of transformers: only where an image came
 
         return PictureProcessor(self._folder, self._tokenizer.convert_tokens_to_ids)

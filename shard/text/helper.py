@@ -108,10 +108,9 @@ def _result(codec: "TextCodec", request: Packet) -> Packet:
             ids = codec.encode_chat(chat.messages, fields["limit"], chat.tools, options, notes)
             return _ids(ids, notes)
         case "encode_text":
-            return _ids(codec.encode_text(data.decode(), fields["limit"]))
+            return _ids(codec.encode_text(*json.loads(data)))
         case "encode_infill":
-            prefix, suffix = json.loads(data)
-            return _ids(codec.encode_infill(prefix, suffix, fields["limit"]))
+            return _ids(codec.encode_infill(*json.loads(data)))
         case "decode":
             text = codec.decode(array("I", data).tolist())
             return Packet("done", {}, text.encode(errors="replace"))
@@ -127,13 +126,13 @@ def _result(codec: "TextCodec", request: Packet) -> Packet:
             from .pictures import header_of
 
             began_s = time.process_time()
-            image = codec.prepare_image(data)
+            image = codec.pictures.prepare(data)
             used = {"cpu_s": time.process_time() - began_s}
             return Packet("done", header_of(image) | used, image.pixels)
         case "table":
             codec.grammars.build_table()
         case "images":
-            codec.begin_images()
+            _ = codec.pictures
         case "open" | "done" | "fault":
             raise AssertionError(request.kind)
     return Packet("done", {})

@@ -7,25 +7,6 @@ from typing import Any, cast
 from ...placement.errors import PROMPT, ContextLengthExceeded, InvalidRequest
 
 
-def messages_from_json(text: str) -> list[dict[str, Any]]:
-    """The messages of the wire's `Messages`. Raises InvalidRequest."""
-    messages = _load(text)
-    _check_objects("messages", messages)
-    return messages
-
-
-def _load(text: str, name: str = "messages") -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as fault:
-        raise InvalidRequest(f"{name} is not JSON: {fault}", param=name) from fault
-
-
-def _check_objects(name: str, value: object) -> None:
-    if not isinstance(value, list) or not all(isinstance(m, dict) for m in cast(list[Any], value)):
-        raise InvalidRequest(f"{name} must be a list of objects", param=name)
-
-
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """A chat, the tools that it may call, and options of `template.TemplateOptions`."""
@@ -58,19 +39,30 @@ def chat_json(messages: str, tools: str, options: str) -> str:
 
 def chat_from_json(text: str) -> ChatPrompt:
     """Parses the text of `chat_json`. Raises InvalidRequest."""
-    if not text.startswith('{"messages":'):
-        return ChatPrompt(messages_from_json(text))
-    value = cast(dict[str, Any], _load(text))
-    prompt = ChatPrompt(value["messages"], value.get("tools", []), value.get("options", {}))
-    for name, field_value in (("messages", prompt.messages), ("tools", prompt.tools)):
-        _check_objects(name, field_value)
-    return prompt
+    value: Any = _load(text, "messages")
+    fields: dict[str, Any] = value if isinstance(value, dict) else {"messages": value}
+    messages = _objects("messages", fields.get("messages"))
+    return ChatPrompt(
+        messages, _objects("tools", fields.get("tools", [])), fields.get("options", {})
+    )
+
+
+def _load(text: str, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as fault:
+        raise InvalidRequest(f"{name} is not JSON: {fault}", param=name) from fault
+
+
+def _objects(name: str, value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(m, dict) for m in cast(list[Any], value)):
+        raise InvalidRequest(f"{name} must be a list of objects", param=name)
+    return cast("list[dict[str, Any]]", value)
 
 
 def tools_from_json(text: str) -> list[dict[str, Any]]:
     """The `tools` of the wire, each a function with a name. Raises InvalidRequest."""
-    tools: list[dict[str, Any]] = _load(text, "tools") if text else []
-    _check_objects("tools", tools)
+    tools = _objects("tools", _load(text or "[]", "tools"))
     for tool in tools:
         function: Any = tool.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):

@@ -4,6 +4,7 @@ The file comes from a client. Pillow reads its header, and the limits hold befor
 """
 
 import io
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +15,6 @@ from ..checkpoint.headers import fault as file_fault
 from ..checkpoint.optional_files import optional_object
 from ..checkpoint.vision import Vision
 from .image_rows import PreparedImage, digest_of, vision_in
-from .jpeg_scans import require_few_scans
 
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_DECODED_PIXELS: Final = 1 << 26
@@ -32,6 +32,18 @@ _DEEP: Final = ("I", "I;16", "I;16L", "I;16B", "I;16N")
 """Pillow's modes of more than eight bits, which its conversion to RGB would cut off."""
 _STRIP: Final = 1 << 20
 """Pixels that are converted to RGB at a time, which takes several times their bytes."""
+MAX_SCANS: Final = 100
+"""Of a JPEG, whose decoder passes over all pixels for each: encoders write 10 scans, or some dozens
+where they try to save bytes."""
+MAX_SCANNED_PIXELS: Final = 1 << 30
+"""Scans times pixels: 16 scans of the largest image."""
+_MAX_JPEG_MARKERS: Final = 10_000
+_JPEG_START: Final = b"\xff\xd8"
+_JPEG_SCAN: Final = 0xDA
+_JPEG_END: Final = 0xD9
+_JPEG_MARKER: Final = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd8]")
+"""The next marker (ITU-T T.81, annex B) that has a segment or ends the image: others are within a
+scan's data."""
 
 
 class PictureProcessor:
@@ -219,6 +231,30 @@ def _too_many(kind: str, most: int, or_else: str = "") -> InvalidRequest:
     return InvalidRequest(
         f"the {kind} has more than {most // 10**6} million pixels; scale it down{or_else}"
     )
+
+
+def require_few_scans(data: bytes, pixels: int) -> None:
+    """Refuses a JPEG of more scans than its `pixels` may have. Raises InvalidRequest."""
+    most = min(MAX_SCANS, MAX_SCANNED_PIXELS // max(1, pixels))
+    if data.startswith(_JPEG_START) and _has_more_scans(data, most):
+        raise InvalidRequest(
+            f"the JPEG has more than {most} scans, which take long to decode; save it again as a "
+            "baseline JPEG, or as PNG"
+        )
+
+
+def _has_more_scans(data: bytes, most: int) -> bool:
+    """Stops after `most`. A file of more markers than any photo counts as one of more scans."""
+    position, scans = len(_JPEG_START), 0
+    for _ in range(_MAX_JPEG_MARKERS):
+        marker = _JPEG_MARKER.search(data, position)
+        if marker is None or data[marker.end() - 1] == _JPEG_END:
+            return False
+        scans += data[marker.end() - 1] == _JPEG_SCAN
+        if scans > most:
+            return True
+        position = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2])
+    return True
 
 
 def _rgb(image: Any) -> Any:

@@ -70,22 +70,27 @@ class PromptEncoder:
         """
         limit = await self._limit(context_length)
         await asyncio.to_thread(check_length, messages, limit, self._longest_token)
-        return await self._ids("encode", messages, limit, notes)
+        answer = await self._ask("encode", messages, limit=limit)
+        if notes is not None:
+            notes += answer.fields["notes"]
+        return array("I", answer.data).tolist()
 
     async def encode_text(self, text: str, context_length: int) -> list[int]:
         """Ids of a whole prompt, without a template; otherwise like `encode`."""
-        limit = await self._limit(context_length)
-        if (size := len(text.encode(errors="replace"))) > limit:
-            raise too_long(size, limit, self._longest_token)
-        return await self._ids("encode_text", text, limit)
+        return await self._within("encode_text", context_length, text)
 
     async def encode_infill(self, prefix: str, suffix: str, context_length: int) -> list[int]:
         """Ids of a prompt whose answer fills the gap between two texts; otherwise like
         `encode_text`. Raises UnsupportedParameter if the tokenizer has no tokens for it."""
+        return await self._within("encode_infill", context_length, prefix, suffix)
+
+    async def _within(self, kind: Kind, context_length: int, *texts: str) -> list[int]:
+        """Ids of texts, unless they are too long for any tokens. Raises ContextLengthExceeded."""
         limit = await self._limit(context_length)
-        if (size := len((prefix + suffix).encode(errors="replace"))) > limit:
+        if (size := len("".join(texts).encode(errors="replace"))) > limit:
             raise too_long(size, limit, self._longest_token)
-        return await self._ids("encode_infill", json.dumps([prefix, suffix]), limit)
+        answer = await self._ask(kind, json.dumps(texts, ensure_ascii=False))
+        return array("I", answer.data).tolist()
 
     async def encode_beginning(self, text: str, tokens: int) -> tuple[list[int], bool]:
         """Ids of a whole prompt, or of as much of its beginning as gives more than `tokens`, and
@@ -142,10 +147,9 @@ class PromptEncoder:
 
         `is_beginning`: required arguments may be missing.
         """
-        request = json.dumps([text, list(tools)]).encode()
-        helper = self._helper(len(request))
+        request = json.dumps([text, list(tools)])
         try:
-            answer = await helper.ask("calls", request, is_beginning=is_beginning)
+            answer = await self._ask("calls", request, is_beginning=is_beginning)
         except InvalidRequest as fault:
             log.warning("what looked like a call of a tool is passed on as text: %s", fault.code)
             return None
@@ -174,16 +178,9 @@ class PromptEncoder:
             self._longest_token = await self._short.longest_token()
         return context_length * self._longest_token
 
-    def _helper(self, size: int) -> HelperQueue:
-        return self._long if size > LONG_BYTES else self._short
-
-    async def _ids(
-        self, kind: Kind, text: str, limit: int, notes: list[str] | None = None
-    ) -> list[int]:
-        answer = await self._helper(len(text)).ask(kind, text.encode(), limit=limit)
-        if notes is not None:
-            notes += answer.fields["notes"]
-        return array("I", answer.data).tolist()
+    async def _ask(self, kind: Kind, text: str, **fields: Any) -> Packet:
+        helper = self._long if len(text) > LONG_BYTES else self._short
+        return await helper.ask(kind, text.encode(), **fields)
 
     async def close(self) -> None:
         _ = self._folder.cancel()

@@ -8,12 +8,14 @@ mark in place of each text and of each call.
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Final, cast
 
 from .plain_calls import without_tool_roles
 from .turns import (
+    Message,
+    Turns,
     add_empty_turns,
     arguments_as_text,
     fold_first_system_message,
@@ -28,59 +30,42 @@ from .turns import (
     texts_as_parts,
 )
 
-Message = Mapping[str, Any]
-Turns = Sequence[Message]
-
 
 @dataclass(frozen=True, slots=True)
 class Rewriting:
     """A change of a chat's turns, and its description in the request's notes."""
 
-    change: Callable[[Turns], list[Message]]
+    preference: int
+    """The place at which it is tried: the lowest changes least."""
+    change: Callable[[Turns], Iterable[Message]]
     note: str
 
 
-_SYSTEM_LATER: Final = Rewriting(
-    fold_system_messages, "later system messages became part of a user's turn"
-)
-_SYSTEM_FIRST: Final = Rewriting(
-    fold_first_system_message, "the system message became part of the user's turn"
-)
-_EMPTY_ANSWERS: Final = Rewriting(
-    leave_out_empty_answers, "turns of the assistant without text were left out"
-)
-_NEIGHBOURS: Final = Rewriting(join_neighbours, "turns of one role in a row were joined")
-_TEXTS: Final = Rewriting(move_texts_before_calls, "text beside calls got a turn of its own")
-_CALLS: Final = Rewriting(split_calls, "calls of one turn got turns of their own")
-_RESULTS: Final = Rewriting(fold_texts_into_results, "text after a tool's result became part of it")
-_EMPTY_TURNS: Final = Rewriting(add_empty_turns, "empty turns were put between two of one side")
-_STRAY_RESULTS: Final = Rewriting(
-    free_stray_results, "results without calls became the user's text"
-)
-_IDS: Final = Rewriting(shorten_ids, "ids of calls became nine letters or digits")
-_ARGUMENTS: Final = Rewriting(arguments_as_text, "arguments of calls became text")
-_CALLS_AS_TEXT: Final = Rewriting(
-    without_tool_roles, "calls became the assistant's text and results the user's"
-)
-_PARTS: Final = Rewriting(texts_as_parts, "texts became lists of parts")
-
-BY_PREFERENCE: Final = (
-    *(_SYSTEM_LATER, _IDS, _STRAY_RESULTS, _NEIGHBOURS, _EMPTY_ANSWERS, _CALLS, _RESULTS, _TEXTS),
-    *(_EMPTY_TURNS, _SYSTEM_FIRST, _ARGUMENTS, _CALLS_AS_TEXT, _PARTS),
-)
 _IN_ORDER: Final = (
-    *(_CALLS_AS_TEXT, _STRAY_RESULTS, _SYSTEM_FIRST, _SYSTEM_LATER, _EMPTY_ANSWERS),
+    Rewriting(12, without_tool_roles, "calls became the assistant's text and results the user's"),
+    Rewriting(3, free_stray_results, "results without calls became the user's text"),
+    Rewriting(10, fold_first_system_message, "the system message became part of the user's turn"),
+    Rewriting(1, fold_system_messages, "later system messages became part of a user's turn"),
+    Rewriting(5, leave_out_empty_answers, "turns of the assistant without text were left out"),
     # Calls are divided after turns are joined: those without results would be joined again.
-    *(_NEIGHBOURS, _CALLS, _RESULTS, _TEXTS, _EMPTY_TURNS, _IDS, _ARGUMENTS, _PARTS),
+    Rewriting(4, join_neighbours, "turns of one role in a row were joined"),
+    Rewriting(6, split_calls, "calls of one turn got turns of their own"),
+    Rewriting(7, fold_texts_into_results, "text after a tool's result became part of it"),
+    Rewriting(8, move_texts_before_calls, "text beside calls got a turn of its own"),
+    Rewriting(9, add_empty_turns, "empty turns were put between two of one side"),
+    Rewriting(2, shorten_ids, "ids of calls became nine letters or digits"),
+    Rewriting(11, arguments_as_text, "arguments of calls became text"),
+    Rewriting(13, texts_as_parts, "texts became lists of parts"),
 )
 """The order in which they are applied."""
+BY_PREFERENCE: Final = tuple(sorted(_IN_ORDER, key=lambda each: each.preference))
 
 
 def rewrite(messages: Turns, rewritings: Collection[Rewriting]) -> Turns:
     """The messages after these rewritings."""
     for rewriting in _IN_ORDER:
         if rewriting in rewritings:
-            messages = rewriting.change(messages)
+            messages = list(rewriting.change(messages))
     return messages
 
 

@@ -13,13 +13,14 @@ from jinja2 import TemplateError
 
 from ...placement.errors import PROMPT, InvalidRequest
 from .control_tokens import ControlTokens
-from .outlines import outlined, plainer_tool
-from .plain_calls import with_tools, without_tool_roles
+from .plain_calls import outlined, plainer_tool, with_tools, without_tool_roles
 from .rewritings import MarkedChat, needed_rewritings, rewrite
 from .thinking import HARMONY_LEVELS, LEVELS, Effort, ThinkingVariables
 from .tools.answer_format import is_harmony
 
 Message = Mapping[str, Any]
+Chat = Sequence[Message]
+Variables = Mapping[str, Any]
 
 TEMPLATE_FAULTS: Final = (
     TemplateError,
@@ -85,12 +86,10 @@ class ChatTemplate:
             levels=HARMONY_LEVELS if harmony else LEVELS,
         )
 
-    def _renders(self, variables: Mapping[str, Any]) -> bool:
+    def _renders(self, variables: Variables) -> bool:
         return self._accepts([{"role": "user", "content": "hi"}], (), variables)
 
-    def _accepts(
-        self, messages: Sequence[Message], tools: Sequence[Message], variables: Mapping[str, Any]
-    ) -> bool:
+    def _accepts(self, messages: Chat, tools: Chat, variables: Variables) -> bool:
         try:
             _ = self._apply(messages, tools, variables)
         except TEMPLATE_FAULTS:
@@ -98,11 +97,7 @@ class ChatTemplate:
         return True
 
     def render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Message],
-        options: TemplateOptions,
-        notes: list[str],
+        self, messages: Chat, tools: Chat, options: TemplateOptions, notes: list[str]
     ) -> list[str]:
         """The prompt's parts. Each is tokenised by itself, so no text spells a control token.
 
@@ -138,12 +133,8 @@ class ChatTemplate:
         return (_text_before(text, end) if end else text).split(mark)
 
     def _with_tools(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Message],
-        options: TemplateOptions,
-        notes: list[str],
-    ) -> Sequence[Message]:
+        self, messages: Chat, tools: Chat, options: TemplateOptions, notes: list[str]
+    ) -> Chat:
         """Puts into the chat what the template lacks: earlier calls with their results, and the
         tools if one must be called."""
         if not self._thinking.has("tool_calls"):
@@ -157,13 +148,7 @@ class ChatTemplate:
         return with_tools(messages, [t for t in tools if t["function"]["name"] in names])
 
     def _applied_with(
-        self,
-        tools: Sequence[Message],
-        messages: Sequence[Message],
-        variables: Mapping[str, Any],
-        notes: list[str],
-        *,
-        answers: bool,
+        self, tools: Chat, messages: Chat, variables: Variables, notes: list[str], *, answers: bool
     ) -> str:
         """The rendered text; where the template refuses the tools' schemas, of plainer ones."""
         try:
@@ -177,20 +162,12 @@ class ChatTemplate:
         return text
 
     def _apply(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Message],
-        variables: Mapping[str, Any],
-        *,
-        answers: bool = True,
+        self, messages: Chat, tools: Chat, variables: Variables, *, answers: bool = True
     ) -> str:
         declared = {"tools": list(tools)} if tools else {}
+        options = {"add_generation_prompt": answers, "tokenize": False}
         return self._tokenizer.apply_chat_template(
-            list(messages),
-            add_generation_prompt=answers,
-            tokenize=False,
-            **declared,
-            **variables,
+            list(messages), **options, **declared, **variables
         )
 
     def _variables(self, options: TemplateOptions, notes: list[str]) -> dict[str, Any]:
@@ -204,17 +181,13 @@ class ChatTemplate:
         return variables
 
     def _rewritten(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Message],
-        variables: Mapping[str, Any],
-        notes: list[str],
-    ) -> Sequence[Message]:
+        self, messages: Chat, tools: Chat, variables: Variables, notes: list[str]
+    ) -> Chat:
         """The messages as the template takes them; appends to `notes` what was changed."""
         chat, outlines = MarkedChat(messages), outlined(tools)
         began = time.process_time()
 
-        def faults(turns: Sequence[Message]) -> float:
+        def faults(turns: Chat) -> float:
             if time.process_time() - began > _SEARCH_S:
                 return math.inf
             try:
@@ -229,7 +202,7 @@ class ChatTemplate:
         return rewrite(messages, needed)
 
 
-def _is_continued(messages: Sequence[Message]) -> bool:
+def _is_continued(messages: Chat) -> bool:
     """Whether the answer continues the last message, which a tool call does not allow."""
     last = messages[-1] if messages else {}
     return (

@@ -1,7 +1,8 @@
 """A tokenizer's files as this engine reads them, in a folder of links for the libraries.
 
 Those read each file again by rules of their own, and some of config.json that no tokenizer needs.
-So what they find there is what was read here: settings as clean JSON, and one chat template.
+So what they find there is what was read here: settings as clean JSON, and one chat template. Files
+that would take minutes or all memory to read are refused.
 """
 
 import json
@@ -10,10 +11,11 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from ..checkpoint.checkpoint import read_config
-from ..checkpoint.headers import name_in_model, quote, read_object
+from ..checkpoint.headers import fault as file_fault
+from ..checkpoint.headers import name_in_model, quote, read_bytes, read_object, size_of
 from ..checkpoint.optional_files import optional_object
 
 _TOKENIZERS: Final = (
@@ -26,12 +28,65 @@ _TOKENIZERS: Final = (
 _MODEL_FIELDS: Final = ("model_type", "tokenizer_class", "model_name", "transformers_version")
 """The fields of config.json by which transformers chooses a tokenizer's class, all texts."""
 SETTINGS: Final = "tokenizer_config.json"
+_MAX_TEXT_BYTES: Final = 64 << 20
+"""The largest tokenizer file; the largest known tokenizer has 35 MB."""
+MAX_ENTRIES: Final = 1_000_000
+"""The most tokens, and merges: twice the most known (Gemma's 514,906 merges). The library takes
+about 20 us of CPU time for each."""
+_BYTES_AN_ENTRY: Final = 4  # at least: two quotes, a character and a comma
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
     """The files of a tokenizer's vocabulary, whatever they are."""
     names = sorted(folder.iterdir())
     return [p for p in names if any(fnmatchcase(p.name, pattern) for pattern in _TOKENIZERS)]
+
+
+def require_reasonable(folder: Path) -> None:
+    """Refuses files that are too large. Raises InvalidCheckpoint, which names the file."""
+    for path in tokenizer_files(folder):
+        if (size := size_of(path)) > _MAX_TEXT_BYTES:
+            raise file_fault(path, f"has {size} bytes, over the limit of {_MAX_TEXT_BYTES}")
+        if size > MAX_ENTRIES * _BYTES_AN_ENTRY:
+            _count(path, read_bytes(path, 0, size))
+
+
+def _count(path: Path, raw: bytes) -> None:
+    match path.name:
+        case "merges.txt" | "vocab.txt":
+            _limit(path, "lines", raw.count(b"\n"))
+        case "tokenizer.json" | "vocab.json":
+            strings = raw.count(b'"') // 2
+            # Merges as pairs are two strings each; more strings exceed one limit or the other.
+            _limit(path, "tokens and parts of merges", strings, factor=3)
+            if strings > MAX_ENTRIES:
+                _limit_parsed(path, raw)
+        case _:
+            return
+
+
+def _limit_parsed(path: Path, raw: bytes) -> None:
+    try:
+        whole: Any = json.loads(raw)
+    except (ValueError, RecursionError):  # the loader reports this error
+        return
+    table = cast("dict[str, Any]", whole) if isinstance(whole, dict) else {}
+    if path.name == "vocab.json":
+        _limit(path, "tokens", len(table))
+        return
+    model = table.get("model")
+    for field, what in (("vocab", "tokens"), ("merges", "merges")):
+        entries = cast("dict[str, Any]", model).get(field) if isinstance(model, dict) else None
+        _limit(
+            path, what, len(cast("list[Any]", entries)) if isinstance(entries, dict | list) else 0
+        )
+
+
+def _limit(path: Path, what: str, count: int, factor: int = 1) -> None:
+    if count > (limit := factor * MAX_ENTRIES):
+        remedy = "Use the tokenizer of the model that this one was made of."
+        message = f"has {count:,} {what}, over the limit of {limit:,}"
+        raise file_fault(path, message, remedy=remedy)
 
 
 @contextmanager

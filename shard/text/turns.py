@@ -10,12 +10,13 @@ from .messages import joined_contents
 from .plain_calls import result_as_text
 
 Message = Mapping[str, Any]
+Turns = Sequence[Message]
 
 _BETWEEN = "\n\n"
 """Separates texts that become one turn."""
 
 
-def fold_system_messages(messages: Sequence[Message]) -> list[Message]:
+def fold_system_messages(messages: Turns) -> list[Message]:
     """Folds each later system message into the end of the user's turn before it, or else into the
     start of the next one, or into a turn of its own.
 
@@ -34,17 +35,16 @@ def fold_system_messages(messages: Sequence[Message]) -> list[Message]:
             continue
         if pending and role == "user":
             message = {**message, "content": joined_contents(_BETWEEN, *pending, content)}
-            pending = []
         elif pending:
             converted.append({"role": "user", "content": joined_contents(_BETWEEN, *pending)})
-            pending = []
+        pending = []
         converted.append(message)
     if pending:
         converted.append({"role": "user", "content": joined_contents(_BETWEEN, *pending)})
     return converted
 
 
-def join_neighbours(messages: Sequence[Message]) -> list[Message]:
+def join_neighbours(messages: Turns) -> list[Message]:
     """Joins turns of one role in a row, but not what an assistant wrote after its calls."""
     converted: list[Message] = []
     for message in messages:
@@ -73,7 +73,7 @@ def _is_joinable(before: Message, message: Message) -> bool:
     return texts and not (before.get("tool_calls") and has_text(message))
 
 
-def fold_texts_into_results(messages: Sequence[Message]) -> list[Message]:
+def fold_texts_into_results(messages: Turns) -> list[Message]:
     """Adds a user's text after a tool's result to that result; images need turns of a user."""
     converted: list[Message] = []
     for message in messages:
@@ -86,36 +86,34 @@ def fold_texts_into_results(messages: Sequence[Message]) -> list[Message]:
     return converted
 
 
-def free_stray_results(messages: Sequence[Message]) -> list[Message]:
+def free_stray_results(messages: Turns) -> Iterator[Message]:
     """Makes results that follow no calls a user's text: a shortened chat may lack their calls."""
-    converted, follows_calls = list[Message](), False
+    follows_calls = False
     for message in messages:
         is_result = message.get("role") == "tool"
         if is_result and not follows_calls:
             message = result_as_text(message)
         follows_calls = (is_result and follows_calls) or bool(message.get("tool_calls"))
-        converted.append(message)
-    return converted
+        yield message
 
 
-def split_calls(messages: Sequence[Message]) -> list[Message]:
+def split_calls(messages: Turns) -> Iterator[Message]:
     """Gives each call a turn of its own, followed by its result."""
-    converted, rest = list[Message](), list(messages)
+    rest = list(messages)
     while rest:
         message = rest.pop(0)
         calls = cast("list[Message]", message.get("tool_calls") or [])
         if len(calls) < 2:
-            converted.append(message)
+            yield message
             continue
         results = list[Message]()
         while rest and rest[0].get("role") == "tool":
             results.append(rest.pop(0))
         for call in calls:
-            converted.append({**message, "tool_calls": [call]})
-            converted += _taken(results, call.get("id"))
+            yield {**message, "tool_calls": [call]}
+            yield from _taken(results, call.get("id"))
             message = {"role": "assistant", "content": ""}
-        converted += results
-    return converted
+        yield from results
 
 
 def _taken(results: list[Message], call_id: object) -> list[Message]:
@@ -126,12 +124,11 @@ def _taken(results: list[Message], call_id: object) -> list[Message]:
     return []
 
 
-def shorten_ids(messages: Sequence[Message]) -> list[Message]:
+def shorten_ids(messages: Turns) -> Iterator[Message]:
     """Gives calls and results ids of nine letters or digits, equal where they were equal.
 
     Those without an id are numbered: the first result is of the first call.
     """
-    converted: list[Message] = []
     calls, results = count(), count()
     for message in messages:
         if message.get("role") == "tool":
@@ -139,8 +136,7 @@ def shorten_ids(messages: Sequence[Message]) -> list[Message]:
         elif listed := cast("list[Message] | None", message.get("tool_calls")):
             short = [{**call, "id": _short(call.get("id"), calls)} for call in listed]
             message = {**message, "tool_calls": short}
-        converted.append(message)
-    return converted
+        yield message
 
 
 def _short(name: object, numbers: Iterator[int]) -> str:
@@ -148,56 +144,43 @@ def _short(name: object, numbers: Iterator[int]) -> str:
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:9]
 
 
-def move_texts_before_calls(messages: Sequence[Message]) -> list[Message]:
+def move_texts_before_calls(messages: Turns) -> Iterator[Message]:
     """Gives a text beside calls a turn of its own, before that of the calls."""
-    converted: list[Message] = []
     for message in messages:
         if message.get("tool_calls") and has_text(message):
-            text = {name: value for name, value in message.items() if name != "tool_calls"}
-            calls = {"content": "", "tool_calls": message["tool_calls"]}
-            converted += [text, {"role": "assistant", **calls}]
-        else:
-            converted.append(message)
-    return converted
+            yield {name: value for name, value in message.items() if name != "tool_calls"}
+            message = {"role": "assistant", "content": "", "tool_calls": message["tool_calls"]}
+        yield message
 
 
-def leave_out_empty_answers(messages: Sequence[Message]) -> list[Message]:
+def leave_out_empty_answers(messages: Turns) -> Iterator[Message]:
     """Drops an assistant's turns without text and calls, except one that comes last."""
-    last = len(messages) - 1
-    return [
-        message
-        for number, message in enumerate(messages)
-        if number == last
-        or message.get("role") != "assistant"
-        or message.get("tool_calls")
-        or has_text(message)
-    ]
+    for number, message in enumerate(messages, start=1):
+        is_answer = message.get("role") == "assistant" and number < len(messages)
+        if not is_answer or message.get("tool_calls") or has_text(message):
+            yield message
 
 
-def add_empty_turns(messages: Sequence[Message]) -> list[Message]:
+def add_empty_turns(messages: Turns) -> Iterator[Message]:
     """Puts an empty turn of the other side between two of one side, and before an assistant's
     first; calls and their results are the assistant's side, and calls of several turns are one."""
-    converted: list[Message] = []
+    before: Message = {}
     for message in messages:
-        before = converted[-1].get("role") if converted else None
-        calls = bool(converted) and bool(converted[-1].get("tool_calls"))
-        match message.get("role"):
-            case "assistant" if calls and message.get("tool_calls"):
-                pass
-            case "assistant" if before in (None, "system", "assistant"):
-                converted.append({"role": "user", "content": ""})
-            case "user" if before == "tool" or calls:
-                converted.append({"role": "assistant", "content": ""})
-            case _:
-                pass
-        converted.append(message)
-    return converted
+        role, role_before = message.get("role"), before.get("role")
+        calls = bool(before.get("tool_calls"))
+        follows = role_before in (None, "system", "assistant")
+        if role == "assistant" and follows and not (calls and message.get("tool_calls")):
+            yield {"role": "user", "content": ""}
+        elif role == "user" and (role_before == "tool" or calls):
+            yield {"role": "assistant", "content": ""}
+        yield message
+        before = message
 
 
-def fold_first_system_message(messages: Sequence[Message]) -> list[Message]:
+def fold_first_system_message(messages: Turns) -> Turns:
     """Makes the system message the beginning of the user's first turn."""
     if not messages or messages[0].get("role") != "system":
-        return list(messages)
+        return messages
     system, *rest = messages
     as_user: Message = {"role": "user", "content": system.get("content")}
     if rest and rest[0].get("role") == "user":
@@ -205,14 +188,12 @@ def fold_first_system_message(messages: Sequence[Message]) -> list[Message]:
     return [as_user, *rest]
 
 
-def arguments_as_text(messages: Sequence[Message]) -> list[Message]:
+def arguments_as_text(messages: Turns) -> Iterator[Message]:
     """Makes the arguments of each call their JSON text, for templates that print them as such."""
-    converted: list[Message] = []
     for message in messages:
         if calls := cast("list[Message] | None", message.get("tool_calls")):
             message = {**message, "tool_calls": [_with_text(call) for call in calls]}
-        converted.append(message)
-    return converted
+        yield message
 
 
 def _with_text(call: Message) -> Message:
@@ -222,14 +203,12 @@ def _with_text(call: Message) -> Message:
     return {**call, "function": {**function, "arguments": text}}
 
 
-def texts_as_parts(messages: Sequence[Message]) -> list[Message]:
+def texts_as_parts(messages: Turns) -> Iterator[Message]:
     """Makes each text a list of one part, for templates that iterate over parts."""
-    return [
-        {**message, "content": [{"type": "text", "text": content}]}
-        if isinstance(content := message.get("content"), str)
-        else message
-        for message in messages
-    ]
+    for message in messages:
+        if isinstance(content := message.get("content"), str):
+            message = {**message, "content": [{"type": "text", "text": content}]}
+        yield message
 
 
 def has_text(message: Message) -> bool:

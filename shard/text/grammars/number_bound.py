@@ -1,6 +1,7 @@
 """Bounds the digits of JSON numbers, which a schema alone leaves without end."""
 
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -12,6 +13,8 @@ DECIMALS: Final = 16
 EXPONENT_DIGITS: Final = 3
 _RUN: Final = re.compile(rb"(?:(\.)|([eE][+-]?))?([0-9]+)\Z")
 _LEADING: Final = re.compile(rb"[0-9]+")
+_OF_NUMBERS: Final = frozenset(b"%c" % byte for byte in b"0123456789.eE+-")
+_OF_TEXTS: Final = frozenset((b'"', b"x"))
 _TAIL: Final = WHOLE_DIGITS + 3
 """The last bytes of a text that matter."""
 
@@ -54,28 +57,14 @@ class NumberBound:
         if self._longer:
             return
         size = self._tokenizer.vocab_size
-        longer, of_numbers, of_texts = [bytearray(size // 8 + 1)], *_pair(size)
-        for token in range(size):
-            text = self._tokenizer.decode_bytes([token])
-            digits = _LEADING.match(text)
-            count = len(digits[0]) if digits else 0
-            while len(longer) < count:
-                longer.append(bytearray(size // 8 + 1))
-            for members in longer[:count]:
-                _add(members, token)
-            if text[:1] and text[:1] in b"0123456789.eE+-":
-                _add(of_numbers, token)
-            if text[:1] and text[:1] in b'"x':
-                _add(of_texts, token)
-        self._of_numbers, self._of_texts = (
-            int.from_bytes(members, "little") for members in (of_numbers, of_texts)
-        )
-        self._longer = [int.from_bytes(members, "little") for members in longer]
+        texts = [self._tokenizer.decode_bytes([token]) for token in range(size)]
+        digits = [len(match[0]) if (match := _LEADING.match(text)) else 0 for text in texts]
+        self._of_numbers = _set_of(text[:1] in _OF_NUMBERS for text in texts)
+        self._of_texts = _set_of(text[:1] in _OF_TEXTS for text in texts)
+        most = min(max(1, *digits), WHOLE_DIGITS + 1)
+        self._longer = [_set_of(count > few for count in digits) for few in range(most)]
 
 
-def _pair(size: int) -> tuple[bytearray, bytearray]:
-    return bytearray(size // 8 + 1), bytearray(size // 8 + 1)
-
-
-def _add(members: bytearray, token: int) -> None:
-    members[token // 8] |= 1 << token % 8
+def _set_of(members: Iterable[bool]) -> int:
+    """The set, as bits, of the tokens that are members."""
+    return int("".join("01"[each] for each in members)[::-1], 2)

@@ -5,53 +5,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, cast
 
 from ..tools.schemas import MAX_CALL_CHARS, SchemaDocument, SchemaFault, alternatives, constants
-from .enforceable import leaves_pattern
+from .enforceable import FORMATS, leaves_pattern
 from .lark import quoted
 from .look_ahead import plain_patterns, regex_alternatives
 
 _NEVER: Final = r"/[^\s\S]/"
 _FREE: Final = "/(?s:.)*/"
 _FLAGS: Final = re.compile(r"\(\?[a-zA-Z]+\)")
-
-_DATE: Final = (
-    "([1-9][0-9]{3}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
-    "|02-(0[1-9]|1[0-9]|2[0-8]))"
-    "|([1-9][0-9](0[48]|[2468][048]|[13579][26])|(1[26]|[2468][048]|[3579][26])00)-02-29)"
-)
-_TIME: Final = (
-    r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?"
-    r"([zZ]|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
-)
-_DAYS: Final = "([0-9]+Y([0-9]+M([0-9]+D)?)?|[0-9]+M([0-9]+D)?|[0-9]+D)"
-_HOURS: Final = "T([0-9]+H([0-9]+M([0-9]+S)?)?|[0-9]+M([0-9]+S)?|[0-9]+S)"
-_BYTE: Final = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-_LABEL: Final = "[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
-_HOST: Final = rf"{_LABEL}(\.{_LABEL})*"
-_HEX: Final = "[0-9a-fA-F]{1,4}"
-_IPV6: Final = "|".join(
-    [
-        f"({_HEX}:){{7}}{_HEX}",
-        *(f"({_HEX}:){{{n}}}(:{_HEX}){{1,{7 - n}}}" for n in range(1, 7)),
-        f":((:{_HEX}){{1,7}}|:)",
-        f"({_HEX}:){{1,7}}:",
-    ]
-)
-_PATH: Final = "([a-zA-Z0-9._~!$&'()*+,;=:@-]|%[0-9a-fA-F]{2})"
-FORMATS: Final = {
-    "date": _DATE,
-    "time": _TIME,
-    "date-time": f"{_DATE}[tT]{_TIME}",
-    "duration": f"P([0-9]+W|{_DAYS}({_HOURS})?|{_HOURS})",
-    "email": rf"[a-zA-Z0-9_+-]+(\.[a-zA-Z0-9_+-]+)*@{_LABEL}(\.{_LABEL})+",
-    "hostname": _HOST,
-    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
-    "ipv6": f"({_IPV6})",
-    "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
-    "uri": rf"[a-zA-Z][a-zA-Z0-9+.-]*:(//({_HOST}|\[({_IPV6})\])(:[0-9]{{1,5}})?(/{_PATH}*)*"
-    rf"|/?{_PATH}+(/{_PATH}*)*)(\?({_PATH}|[/?])*)?(#({_PATH}|[/?])*)?",
-}
-"""Expressions of formats, after RFC 3339, 5321, 1123, 4291, 4122 and 3986 as programs use them.
-Other formats are annotations without effect, as in JSON Schema."""
 
 
 class RawStrings:

@@ -2,61 +2,37 @@
 
 from typing import Final
 
+from . import object_formats as objects
+from . import tagged_calls as tagged
 from .call_scanners import Declared, Scanner
 from .object_calls import ObjectScanner
-from .object_formats import (
-    DEEPSEEK,
-    DEEPSEEK_MARKS,
-    GEMMA_4,
-    GEMMA_FUNCTION,
-    HARMONY,
-    HERMES,
-    KIMI_K2,
-    MISTRAL,
-    PLAIN,
-    PYTHONIC,
-    Objects,
-)
-from .tagged_calls import (
-    DSML,
-    DSML_MARK,
-    GLM,
-    KIMI_K3,
-    LONGCAT,
-    MINICPM,
-    MINIMAX,
-    MUSE,
-    QWEN,
-    SEED,
-    TaggedScanner,
-    Tags,
-)
+from .tagged_calls import TaggedScanner, Tags
 
-FORMATS: Final[dict[str, Tags | Objects]] = {
-    "json_tools": HERMES,
-    "qwen3_coder": QWEN,
-    "glm47": GLM,
-    "laguna": GLM,
-    "longcat": LONGCAT,
-    "minimax_m2": MINIMAX,
-    "muse_spark": MUSE,
-    "minicpm5": MINICPM,
-    "kimi_k2": KIMI_K2,
-    "kimi_k3": KIMI_K3,
-    "mistral": MISTRAL,
-    "gemma4": GEMMA_4,
-    "function_gemma": GEMMA_FUNCTION,
-    "pythonic": PYTHONIC,
-    "DeepSeek": DEEPSEEK,
-    "Harmony": HARMONY,
-    "DSML": DSML,
-    "Seed": SEED,
-    "": PLAIN,
+FORMATS: Final[dict[str, Tags | objects.Objects]] = {
+    "json_tools": objects.HERMES,
+    "qwen3_coder": tagged.QWEN,
+    "glm47": tagged.GLM,
+    "laguna": tagged.GLM,
+    "longcat": tagged.LONGCAT,
+    "minimax_m2": tagged.MINIMAX,
+    "muse_spark": tagged.MUSE,
+    "minicpm5": tagged.MINICPM,
+    "kimi_k2": objects.KIMI_K2,
+    "kimi_k3": tagged.KIMI_K3,
+    "mistral": objects.MISTRAL,
+    "gemma4": objects.GEMMA_4,
+    "function_gemma": objects.GEMMA_FUNCTION,
+    "pythonic": objects.PYTHONIC,
+    "DeepSeek": objects.DEEPSEEK,
+    "Harmony": objects.HARMONY,
+    "DSML": tagged.DSML,
+    "Seed": tagged.SEED,
+    "": objects.PLAIN,
 }
 """Formats by mlx-lm's names, and by ours where it has none."""
 OWN_MARKS: Final[dict[str, tuple[str, ...]]] = {
-    "DeepSeek": DEEPSEEK_MARKS[:1],
-    "DSML": (f"<{DSML_MARK}function_calls>", f"<{DSML_MARK}tool_calls>"),
+    "DeepSeek": objects.DEEPSEEK_MARKS[:1],
+    "DSML": (f"<{tagged.DSML_MARK}function_calls>", f"<{tagged.DSML_MARK}tool_calls>"),
     "Seed": ("<seed:tool_call>",),
 }
 """The marks that begin calls in formats that mlx-lm does not have."""
@@ -69,8 +45,7 @@ def scanner_for(call_format: str, declared: Declared, *, splits: bool = False) -
 
     `splits`: see `TaggedScanner`.
     """
-    match FORMATS.get(call_format, PLAIN):
-        case Tags() as tags:
-            return TaggedScanner(tags, declared, splits=splits)
-        case Objects() as objects:
-            return ObjectScanner(objects, declared)
+    form = FORMATS.get(call_format, objects.PLAIN)
+    if isinstance(form, Tags):
+        return TaggedScanner(form, declared, splits=splits)
+    return ObjectScanner(form, declared)

@@ -8,7 +8,10 @@ whether the calls are ones of declared tools.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, Literal, cast
+
+import regex
 
 _PIECE_CHARS: Final = 1024
 MAX_HELD_CHARS: Final = 4096
@@ -75,6 +78,11 @@ def declared_names(tools: Sequence[Mapping[str, Any]]) -> dict[str, frozenset[st
     return names
 
 
+@lru_cache(maxsize=512)
+def compiled(pattern: str) -> Any:
+    return regex.compile(pattern, regex.DOTALL)
+
+
 class Scanner(ABC):
     """Scans one section of calls."""
 
@@ -138,13 +146,19 @@ class Scanner(ABC):
 
     @property
     @abstractmethod
-    def _end(self) -> Any:
+    def _end(self) -> str:
         """The pattern of the text that ends a section."""
 
-    def _match(self, pattern: Any) -> Any:
+    def _match(self, pattern: str) -> Any:
         """The match of `pattern` where the rest begins; False if more text is needed to tell."""
-        match = pattern.match(self.rest, partial=not self._has_ended)
+        match = compiled(pattern).match(self.rest, partial=not self._has_ended)
         return False if match and match.partial else match
+
+    def _takes(self, match: Any) -> bool:
+        """Whether there is a match, which is then read."""
+        if match:
+            _ = self._take(len(match[0]))
+        return bool(match)
 
     def _start(self, tool: str, length: int) -> Iterator[Scan]:
         self._calls += 1
@@ -168,9 +182,7 @@ class Scanner(ABC):
         self._step = self._skip
 
     def _skip(self) -> Iterator[Scan]:
-        end = self._end.search(self.rest, partial=not self._has_ended)
+        end = compiled(self._end).search(self.rest, partial=not self._has_ended)
         _ = self._take(len(self.rest) if end is None else end.start())
-        if end and not end.partial:
-            _ = self._take(len(end[0]))
-            self.is_over = True
+        self.is_over = bool(end) and not end.partial and self._takes(end)
         yield from ()

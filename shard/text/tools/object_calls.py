@@ -1,23 +1,16 @@
 """Scans calls whose arguments are the members of an object: JSON, or what is spelled like it."""
 
 import json
+import re
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any, Final, cast
 
-import regex
-
-from .call_scanners import Declared, Scan, Scanner, ValueEnd, ValuePart, ValueStart
+from .call_scanners import Declared, Scan, Scanner, ValueEnd, ValuePart, ValueStart, compiled
 from .object_formats import FUNCTION_GEMMA, GEMMA, PLAIN, PYTHON, Objects
 
 _HEX: Final = "[0-9a-fA-F]"
 _PAIR: Final = rf"u[dD][89abAB]{_HEX}{{2}}\\u[dD][c-fC-F]{_HEX}{{2}}"
 _REPLACEMENT: Final = "\ufffd"
-
-
-@lru_cache(maxsize=256)
-def _compiled(pattern: str) -> Any:
-    return regex.compile(pattern, regex.DOTALL)
 
 
 _GLUE: Final = r"[\s,;\[]*+"
@@ -54,8 +47,8 @@ class ObjectScanner(Scanner):
         self._depth = 0
 
     @property
-    def _end(self) -> Any:
-        return _compiled(self._objects.resumes or self._objects.end)
+    def _end(self) -> str:
+        return self._objects.resumes or self._objects.end
 
     @property
     def _is_plain(self) -> bool:
@@ -63,8 +56,8 @@ class ObjectScanner(Scanner):
 
     def _has_end(self) -> Any:
         if self._is_plain and self._has_ended:
-            return self._match(_compiled(r"[\s\]}]*+(?:```)?+\s*+\Z"))
-        return self._match(_compiled(r"[\s}]*+(?:\]\s*+)??" + self._objects.end))
+            return self._match(r"[\s\]}]*+(?:```)?+\s*+\Z")
+        return self._match(r"[\s}]*+(?:\]\s*+)??" + self._objects.end)
 
     def _break(self) -> None:
         super()._break()
@@ -74,14 +67,13 @@ class ObjectScanner(Scanner):
         """Before the first call, or between two."""
         start = self._objects.start
         before = rf"(?:[\s,;]*+{start})*+{_GLUE}" if start else ""
-        head = self._match(_compiled(before + self._objects.head))
+        head = self._match(before + self._objects.head)
         if head:
             yield from self._call(head)
         elif head is None and self._objects.has_objects:
             key = _OBJECT_KEY if self._is_plain else r'\{\s*+"'
-            match = self._match(_compiled(rf"{before}(?={key})\{{"))
-            if match:
-                _ = self._take(len(match[0]))
+            match = self._match(rf"{before}(?={key})\{{")
+            if self._takes(match):
                 self._collect(self._object, "{")
             elif match is None:
                 self._after()
@@ -91,10 +83,7 @@ class ObjectScanner(Scanner):
     def _after(self) -> None:
         if self._calls == 0:
             self._break()
-        elif end := self._has_end():
-            _ = self._take(len(end[0]))
-            self.is_over = True
-        elif end is None:
+        elif self._takes(end := self._has_end()) or end is None:
             self.is_over = True
 
     def _call(self, head: Any) -> Iterator[Scan]:
@@ -109,8 +98,8 @@ class ObjectScanner(Scanner):
 
     def _members(self) -> Iterator[Scan]:
         names = sorted(self._names, key=lambda name: (-len(name), name))
-        key = self._dialect.key.replace("NAME", "|".join(map(regex.escape, names)) or "(?!)")
-        match = self._match(_compiled(rf"[\s,]*+{key}\s*+(?=\S)"))
+        key = self._dialect.key.replace("NAME", "|".join(map(re.escape, names)) or "(?!)")
+        match = self._match(rf"[\s,]*+{key}\s*+(?=\S)")
         if match:
             groups = match.groupdict()
             quoted = groups.get("quoted")
@@ -120,9 +109,8 @@ class ObjectScanner(Scanner):
             self._close()
 
     def _close(self) -> None:
-        shut = self._match(_compiled(rf"[\s,]*+{self._dialect.shut}"))
-        if shut:
-            _ = self._take(len(shut[0]))
+        shut = self._match(rf"[\s,]*+{self._dialect.shut}")
+        if self._takes(shut):
             self._step = self._outer if self._has_outer else self._tail
         elif shut is None:
             end = self._has_end()
@@ -132,7 +120,7 @@ class ObjectScanner(Scanner):
                 self._break()
 
     def _open(self, name: str, length: int) -> Iterator[Scan]:
-        quote = _compiled(self._dialect.quotes).match(self.rest, length, partial=True)
+        quote = compiled(self._dialect.quotes).match(self.rest, length, partial=True)
         if quote and quote.partial:
             return
         if quote is None:
@@ -149,7 +137,7 @@ class ObjectScanner(Scanner):
     def _string(self) -> Iterator[Scan]:
         if not self.rest:
             return
-        if plain := _compiled(self._dialect.plain).match(self.rest):
+        if plain := compiled(self._dialect.plain).match(self.rest):
             yield from self._emit(plain[0], len(plain[0]))
         elif self._dialect.escapes and self.rest[0] == "\\":
             yield from self._escape()
@@ -158,7 +146,7 @@ class ObjectScanner(Scanner):
 
     def _escape(self) -> Iterator[Scan]:
         for pattern in _CODES if self._dialect is PYTHON else _CODES[:2]:
-            if code := self._match(_compiled(pattern)):
+            if code := self._match(pattern):
                 yield from self._emit(_character(code[0]), len(code[0]))
                 return
             if code is False:
@@ -171,7 +159,7 @@ class ObjectScanner(Scanner):
         strings within it have quotes, too: each that begins one there has another that ends it."""
         behind = r"[,}\])]" if not self._is_nested else r"[,}\]):]"
         ends = rf"|{self._objects.end}" + (r"|\Z" if self._has_ended else "")
-        close = self._match(_compiled(rf"{regex.escape(self._quote)}(?=\s*+(?:{behind}{ends}))"))
+        close = self._match(rf"{re.escape(self._quote)}(?=\s*+(?:{behind}{ends}))")
         is_quote = close is None and self.rest.startswith(self._quote)
         if is_quote and not self._dialect.escapes and self._before in tuple(":[,{"):
             self._inner += 1
@@ -205,9 +193,9 @@ class ObjectScanner(Scanner):
                 yield from self._after_value()
             return
         first = self.rest[0]
-        quote = self._match(_compiled(self._dialect.quotes))
+        quote = self._match(self._dialect.quotes)
         more = "" if self._has_ended else "(?=.)"
-        if word := self._match(_compiled(rf"{self._dialect.word}++{more}")):
+        if word := self._match(rf"{self._dialect.word}++{more}"):
             self._word += word[0]
             _ = self._take(len(word[0]))
         elif quote:
@@ -257,22 +245,17 @@ class ObjectScanner(Scanner):
 
     def _outer(self) -> Iterator[Scan]:
         """In the object that has the arguments, after them."""
-        extra = self._match(_compiled(_EXTRA))
-        shut = self._match(_compiled(r"\s*+\}"))
-        if extra:
-            _ = self._take(len(extra[0]))
+        extra = self._match(_EXTRA)
+        shut = self._match(r"\s*+\}")
+        if self._takes(extra):
             self._collect(self._extra, "")
-        elif shut:
-            _ = self._take(len(shut[0]))
-            self._step = self._tail
-        elif extra is None and shut is None:
+        elif self._takes(shut) or extra is shut is None:
             self._step = self._tail
         yield from ()
 
     def _tail(self) -> Iterator[Scan]:
-        tail = self._match(_compiled(r"\s*+" + self._objects.tail)) if self._objects.tail else None
-        if tail is not False:
-            _ = self._take(len(tail[0]) if tail else 0)
+        tail = self._match(r"\s*+" + self._objects.tail) if self._objects.tail else None
+        if self._takes(tail) or tail is None:
             self._step = self._begin
             self.is_over = self._objects.is_single
         yield from ()
@@ -325,7 +308,7 @@ def _call_of(value: object, *, needs_arguments: bool) -> tuple[str, dict[str, An
 
 def _unescaped(text: str) -> str:
     value = _load(f'"{text}"')
-    return text if value is _NOTHING else regex.sub("[\ud800-\udfff]", _REPLACEMENT, value)
+    return text if value is _NOTHING else re.sub("[\ud800-\udfff]", _REPLACEMENT, value)
 
 
 def _character(code: str) -> str:

@@ -1,12 +1,10 @@
 """Scans calls whose arguments stand between tags, without quotes."""
 
 import html
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, Final
-
-import regex
 
 from .call_scanners import (
     MAX_HELD_CHARS,
@@ -17,8 +15,10 @@ from .call_scanners import (
     ValueEnd,
     ValueKind,
     ValueStart,
+    compiled,
 )
 
+_KINDS: Final[tuple[ValueKind, ...]] = ("string", "json", "all", "raw")
 _GAP: Final = r"\s*+"
 _TOOL: Final = r"""(?P<quote>["']?)(?P<tool>[\w.:/-]{1,256})(?P=quote)"""
 
@@ -116,11 +116,6 @@ KIMI_K3: Final = Tags(
 )
 
 
-@lru_cache(maxsize=256)
-def _compiled(pattern: str) -> Any:
-    return regex.compile(pattern, regex.DOTALL)
-
-
 class TaggedScanner(Scanner):
     """Scans values between tags."""
 
@@ -146,11 +141,11 @@ class TaggedScanner(Scanner):
         return self._step == self._value
 
     @property
-    def _end(self) -> Any:
-        return _compiled(self._tags.end)
+    def _end(self) -> str:
+        return self._tags.end
 
     def _begin(self) -> Iterator[Scan]:
-        start = _compiled(rf"\s*+{self._tags.start}|(?=\s*+{self._tags.opening})")
+        start = rf"\s*+{self._tags.start}|(?=\s*+{self._tags.opening})"
         if (match := self._match(start)) is None:
             self._break()
         elif match:
@@ -161,7 +156,7 @@ class TaggedScanner(Scanner):
 
     def _head(self) -> Iterator[Scan]:
         again = rf"(?:{_GAP}{self._tags.start})*+" if self._tags.start else ""
-        match = self._match(_compiled(again + _GAP + self._tags.head))
+        match = self._match(again + _GAP + self._tags.head)
         if match is None:
             self._break()
         elif match:
@@ -181,21 +176,17 @@ class TaggedScanner(Scanner):
         """Between two values, or after the last one."""
         tags = self._tags
         known, other = self._name_patterns()
-        key = self._match(_compiled(_GAP + tags.key.replace("NAME", known))) if known else None
+        key = self._match(_GAP + tags.key.replace("NAME", known)) if known else None
         if key is None:
-            key = self._match(_compiled(_GAP + tags.key.replace("NAME", other)))
+            key = self._match(_GAP + tags.key.replace("NAME", other))
         if key:
             yield from self._open(key)
             return
-        tail = self._match(_compiled(_GAP + tags.tail)) if tags.tail else None
-        end = self._match(_compiled(_GAP + tags.end))
-        if tail:
-            _ = self._take(len(tail[0]))
+        tail = self._match(_GAP + tags.tail) if tags.tail else None
+        end = self._match(_GAP + tags.end)
+        if self._takes(tail):
             self._step = self._between
-        elif end:
-            _ = self._take(len(end[0]))
-            self.is_over = True
-        elif self._has_ended and self._has_values and not self.rest.strip():
+        elif self._takes(end) or (self._has_ended and self._has_values and not self.rest.strip()):
             self.is_over = True
         elif key is tail is end is None:
             self._break()
@@ -206,13 +197,7 @@ class TaggedScanner(Scanner):
         name = name if name in self._names else name.strip()
         if self._tags.escapes:
             name = html.unescape(name)
-        kind: ValueKind = "raw"
-        if groups.get("string"):
-            kind = "string"
-        elif groups.get("json"):
-            kind = "json"
-        elif groups.get("all"):
-            kind = "all"
+        kind: ValueKind = next(each for each in _KINDS if groups.get(each) or each == "raw")
         self._names -= {name}
         self._depth = self._from = self._held = 0
         self._closes = self._tags.close
@@ -224,14 +209,11 @@ class TaggedScanner(Scanner):
 
     def _between(self) -> Iterator[Scan]:
         """After a call."""
-        head = self._match(_compiled(_GAP + self._tags.head))
-        end = self._match(_compiled(_GAP + self._tags.end))
+        head = self._match(_GAP + self._tags.head)
+        end = self._match(_GAP + self._tags.end)
         if head:
             yield from self._call(head)
-        elif end:
-            _ = self._take(len(end[0]))
-            self.is_over = True
-        elif head is end is None:
+        elif self._takes(end) or head is end is None:
             self.is_over = True
 
     def _value(self) -> Iterator[Scan]:
@@ -284,7 +266,7 @@ class TaggedScanner(Scanner):
         names = sorted(self._names, key=lambda name: (-len(name), name))
         if self._tags.escapes:
             names = [name.replace("&", "&amp;").replace('"', "&quot;") for name in names]
-        known = "|".join(map(regex.escape, names))
+        known = "|".join(map(re.escape, names))
         either = rf"""(?:(?P<name>{known})|(?P<mark>["'])(?P<name>{known})(?P=mark))"""
         other = r"""(?P<mark>["']?)(?P<name>[^\n<>"']{1,256}+)(?P=mark)"""
         return either if names else "", other
@@ -316,7 +298,7 @@ class TaggedScanner(Scanner):
         if self._closes == tags.close:  # else the value is in quotes of its own
             ways += [rf"(?P<lost>\n?+(?={ends}))", rf"(?P<opens>{again})"]
         if self._names and self._closes == tags.close:
-            words = "|".join(map(regex.escape, sorted(self._names)))
+            words = "|".join(map(re.escape, sorted(self._names)))
             inner = tags.key.replace("NAME", rf"""["']?(?:{words})["']?""")
             ways.append(rf"(?P<inner>\n(?={inner}))")
-        return _compiled("|".join(ways))
+        return compiled("|".join(ways))

@@ -20,7 +20,7 @@ CONSTANTS = {
     "node/machine/private_files.py": {"_PAUSE_S"},
     "node/machine/background_reads.py": {"_LIMIT_S"},
     "node/store/hub_download.py": {"_TIMEOUT_S", "_CONNECT_TIMEOUT_S", "_PAUSES_S"},
-    "node/store/hub_lists.py": {"_LIST_S"},
+    "node/store/hub_client.py": {"_LIST_S"},
     "node/node_models.py": {"_SEARCH_S"},
     "node/store/pulls.py": {"_STALLED_S"},
     "node/rpc/control_client.py": {"DECIDE_TIMEOUT_S"},

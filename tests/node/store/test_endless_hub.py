@@ -9,12 +9,11 @@ import pytest
 from endless_hub import endless
 from hub import REPOSITORY
 
-from exo_node.node.store import hub_lists
-from exo_node.node.store.daemon_threads import stoppable
+from exo_node.node.store import hub_client
 from exo_node.node.store.hub_cache import HubCache
 from exo_node.node.store.hub_download import download
 from exo_node.node.store.hub_search import HubSearch
-from exo_node.node.store.stop_signal import Stopped, StopSignal
+from exo_node.node.store.stop_signal import Stopped, StopSignal, stoppable
 from exo_node.placement.errors import DownloadFailed
 
 
@@ -40,8 +39,8 @@ WAYS = {
 def test_a_list_without_end_ends_the_download_with_its_reason(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub_lists, "_LIST_S", 0.5 if "dripping" in way else 60.0)
-    monkeypatch.setattr(hub_lists, "_PAGE_BYTES", 1_000_000)
+    monkeypatch.setattr(hub_client, "_LIST_S", 0.5 if "dripping" in way else 60.0)
+    monkeypatch.setattr(hub_client, "_PAGE_BYTES", 1_000_000)
     with endless(way) as (url, _), pytest.raises(DownloadFailed, match=WAYS[way]):
         _ = get(url, tmp_path)
     assert [*tmp_path.rglob("*.json")] == []
@@ -51,7 +50,7 @@ def test_a_list_without_end_ends_the_download_with_its_reason(
 def test_a_search_ends_in_its_time_whatever_the_hub_sends(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub_lists, "_PAGE_BYTES", 1_000_000)
+    monkeypatch.setattr(hub_client, "_PAGE_BYTES", 1_000_000)
     match = "over 1,000,000 bytes" if way == "flood" else "about a search within 0 s"
     with endless(way) as (url, _), pytest.raises(DownloadFailed, match=match):
         _ = HubSearch(url).find("tiny", 10, StopSignal(), 60.0 if way == "flood" else 0.4)

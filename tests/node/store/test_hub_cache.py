@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hub import REPOSITORY
 
-from exo_node.node.store.hub_cache import HubCache
+from exo_node.node.store.hub_cache import HubCache, is_own, paths_of, progress
 from exo_node.node.store.identifiers import Commit, FilePath, Revision, Sha256
 from exo_node.node.store.places import Removal
 from exo_node.node.store.transfers import RemoteFile
@@ -38,9 +38,7 @@ def test_removing_a_revision_deletes_the_files_that_no_other_revision_has(tmp_pa
     refs.mkdir()
     _ = (refs / "main").write_text(TWO)
     _ = (refs / "v1").write_text(ONE)
-    removal = Removal(
-        ModelId(REPOSITORY), HubCache(tmp_path).paths_of(REPOSITORY, old), 8, own=True
-    )
+    removal = Removal(ModelId(REPOSITORY), paths_of(old), 8, own=True)
     removal.carry_out()
     assert not old.exists()
     assert {path.name for path in (old.parents[1] / "blobs").iterdir()} == {"c", "h", "new"}
@@ -59,7 +57,7 @@ def test_removing_a_revision_leaves_files_elsewhere_to_which_links_lead(tmp_path
     blob = old.parents[1] / "blobs" / "big"  # moved to another disk by hand
     blob.unlink()
     blob.symlink_to(mine / "big")
-    paths = HubCache(tmp_path).paths_of(REPOSITORY, old)
+    paths = paths_of(old)
     Removal(ModelId(REPOSITORY), paths, 8, own=True).carry_out()
     assert not old.exists() and len([*mine.iterdir()]) == 2
 
@@ -84,17 +82,17 @@ def test_removing_a_revision_leaves_the_partial_files_of_others(tmp_path: Path) 
     for sha in SHA.values():
         _ = (blobs / f"{sha}.incomplete").write_bytes(b"1234")
     old = blobs.parent / "snapshots" / ONE
-    assert cache.progress(REPOSITORY, old) == (12, 16)
-    Removal(ModelId(REPOSITORY), cache.paths_of(REPOSITORY, old), 8, own=True).carry_out()
+    assert progress(old) == (12, 16)
+    Removal(ModelId(REPOSITORY), paths_of(old), 8, own=True).carry_out()
     assert {path.name for path in blobs.iterdir()} == {"c", f"{SHA['b']}.incomplete"}
-    assert cache.is_own(REPOSITORY, old.with_name(str(TWO))) and not cache.is_own(REPOSITORY, old)
+    assert is_own(old.with_name(str(TWO))) and not is_own(old)
 
 
 def test_a_snapshot_that_was_there_before_is_not_exo_nodes(tmp_path: Path) -> None:
     cache = HubCache(tmp_path)
     snapshot = add_revision(tmp_path, ONE, {"config.json": "c"})
     claimed(cache, ONE, SHA["a"])
-    assert not cache.is_own(REPOSITORY, snapshot)
+    assert not is_own(snapshot)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +111,7 @@ def test_a_damaged_record_claims_nothing(tmp_path: Path, record: bytes) -> None:
     cache = HubCache(tmp_path)
     claimed(cache, ONE, SHA["a"])
     snapshot = add_revision(tmp_path, ONE, {"config.json": "c"})
-    assert cache.is_own(REPOSITORY, snapshot)
+    assert is_own(snapshot)
     _ = (cache.repository(REPOSITORY) / ".exo-node" / ONE).write_bytes(record)
-    assert not cache.is_own(REPOSITORY, snapshot)
-    assert cache.progress(REPOSITORY, snapshot) == (8, 8)
+    assert not is_own(snapshot)
+    assert progress(snapshot) == (8, 8)

@@ -14,7 +14,7 @@ from models import make_checkpoint
 from permissions import permissions_hold
 
 from exo_node.node.store import hub_download
-from exo_node.node.store.hub_cache import HubCache
+from exo_node.node.store.hub_cache import HubCache, is_own
 from exo_node.node.store.hub_download import download
 from exo_node.node.store.model_folder import is_model_file
 from exo_node.node.store.transfers import Progress
@@ -317,7 +317,7 @@ def test_a_model_over_the_free_space_is_refused_before_a_byte_of_it(
     assert hub.requests == []
     cache = HubCache(tmp_path / "cache")
     snapshot = cache.repository(REPOSITORY) / "snapshots" / COMMIT
-    assert not cache.is_own(REPOSITORY, snapshot)  # another program may fetch it
+    assert not is_own(snapshot)  # another program may fetch it
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from models import make_checkpoint
 from exo_node.node.machine.events import EventLog
 from exo_node.node.store import hub_download
 from exo_node.node.store import pulls as module
-from exo_node.node.store.hub_cache import HubCache
+from exo_node.node.store.hub_cache import HubCache, is_own
 from exo_node.node.store.hub_download import download
 from exo_node.node.store.identifiers import FileHash
 from exo_node.node.store.library import ModelLibrary
@@ -388,7 +388,7 @@ async def test_cancelling_leaves_what_another_program_began_to_fetch(
         pulls = from_hub(hub, cache)
         _ = await paused_halfway(hub, pulls)
         snapshot = cache.snapshot(REPOSITORY, None)
-        assert snapshot is not None and cache.is_own(REPOSITORY, snapshot)
+        assert snapshot is not None and is_own(snapshot)
         record = cache.repository(REPOSITORY) / ".exo-node" / snapshot.name
         record.unlink()
         assert (await pulls.cancel(REPOSITORY))["freed_bytes"] == 0
@@ -396,7 +396,7 @@ async def test_cancelling_leaves_what_another_program_began_to_fetch(
         # Nor does exo-node own what it completes.
         pull = await pulls.start(REPOSITORY, None, None, stays=True)
         assert (await states_of(pulls, pull))[-1]["status"] == "done"
-    assert not cache.is_own(REPOSITORY, snapshot)
+    assert not is_own(snapshot)
 
 
 async def test_a_pause_wakes_a_connection_that_brings_no_more_bytes(

@@ -9,10 +9,9 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from exo_node.placement.errors import InvalidRequest
-from exo_node.shard.text.grammars.enforceable import FORMATS, enforceable, unenforced
+from exo_node.shard.text.grammars.enforceable import enforceable, unenforced
 from exo_node.shard.text.grammars.grammars import GrammarSpec, left_out
 from exo_node.shard.text.grammars.look_ahead import plain_patterns
-from exo_node.shard.text.grammars.raw_strings import FORMATS as OF_RAW_STRINGS
 from exo_node.shard.text.tools.schemas import SchemaFault
 
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
@@ -195,10 +194,6 @@ def test_faults_name_their_place() -> None:
         deep = {"items": deep}
     with pytest.raises(SchemaFault, match="deeper"):
         _ = enforceable(deep)
-
-
-def test_the_formats_of_calls_and_of_documents_are_the_same() -> None:
-    assert frozenset(OF_RAW_STRINGS) == FORMATS
 
 
 def props(*names: str, **more: Any) -> dict[str, Any]:

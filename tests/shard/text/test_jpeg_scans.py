@@ -4,7 +4,7 @@ import pytest
 from image_files import jpeg, many_scans, saved, scene
 
 from exo_node.placement.errors import InvalidRequest
-from exo_node.shard.text.jpeg_scans import MAX_SCANNED_PIXELS, MAX_SCANS, require_few_scans
+from exo_node.shard.text.pictures import MAX_SCANNED_PIXELS, MAX_SCANS, require_few_scans
 
 SCAN = b"\xff\xda"
 REFUSAL = f"more than {MAX_SCANS} scans.*baseline JPEG"

@@ -24,6 +24,7 @@ from exo_node.placement.errors import (
     InvalidCheckpoint,
     InvalidRequest,
     LoadFailed,
+    UnsupportedParameter,
 )
 from exo_node.shard.text.codec import TextCodec
 from exo_node.shard.text.grammars.grammars import GrammarSpec
@@ -196,6 +197,9 @@ def test_the_bound_counts_text_and_not_its_json(loop: asyncio.Runner, calm: Prom
         assert isinstance(fault, ContextLengthExceeded)
         # The rendered chat has the template's text beside it.
         assert await calm.encode(chat(text), 17 + 300 // longest)
+        halves = "a" * (8 * longest), "b" * (8 * longest)
+        assert isinstance(await refusal(calm.encode_infill(*halves, 15)), ContextLengthExceeded)
+        assert isinstance(await refusal(calm.encode_infill(*halves, 16)), UnsupportedParameter)
 
     loop.run(story())
 

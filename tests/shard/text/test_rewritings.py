@@ -16,7 +16,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer  # pyright: ignore[rep
 from stubborn_templates import STUBBORN
 
 from exo_node.placement.errors import InvalidRequest
-from exo_node.shard.text.outlines import plainer_tool
+from exo_node.shard.text.plain_calls import plainer_tool
 from exo_node.shard.text.rewritings import BY_PREFERENCE, MarkedChat, needed_rewritings
 from exo_node.shard.text.template import ChatTemplate, TemplateOptions
 from exo_node.shard.text.turns import (
@@ -146,7 +146,7 @@ def test_images_stay_in_turns_of_the_user() -> None:
 
 def test_results_follow_the_calls_that_they_answer() -> None:
     chat = [says("x", "1", "2", "3"), result("3", "c"), result("9", "other"), result("1", "a")]
-    assert split_calls([*chat, user("u")]) == [
+    assert list(split_calls([*chat, user("u")])) == [
         *(says("x", "1"), result("1", "a"), says("", "2")),
         *(says("", "3"), result("3", "c"), result("9", "other"), user("u")),
     ]

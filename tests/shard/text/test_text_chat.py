@@ -16,7 +16,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer  # pyright: ignore[rep
 
 from exo_node.placement.errors import InvalidCheckpoint, InvalidRequest
 from exo_node.shard.text.codec import TextCodec
-from exo_node.shard.text.messages import messages_from_json
+from exo_node.shard.text.messages import chat_from_json
 
 IM_START, IM_END, END_OF_TEXT = 4094, 4095, 4093
 CODEC = TextCodec.load(DEMO)
@@ -215,7 +215,7 @@ def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"role": "user"}', "[" * 100_000, "null"])
 def test_messages_that_are_no_list_of_objects_are_refused(text: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        _ = messages_from_json(text)
+        _ = chat_from_json(text)
     assert caught.value.param == "messages"
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from exo_node.placement.errors import InvalidCheckpoint
-from exo_node.shard.text import tokenizer_sizes
-from exo_node.shard.text.tokenizer_sizes import require_reasonable
+from exo_node.shard.text import tokenizer_folder
+from exo_node.shard.text.tokenizer_folder import require_reasonable
 
 SMALL = 1_000
 VOCABULARY: dict[str, Any] = {str(number): number for number in range(SMALL + 1)}
@@ -46,7 +46,7 @@ def test_two_million_merges_are_refused_in_an_instant(merge: str, tmp_path: Path
 def test_each_of_a_tokenizers_files_is_counted(
     name: str, text: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizer_sizes, "MAX_ENTRIES", SMALL)
+    monkeypatch.setattr(tokenizer_folder, "MAX_ENTRIES", SMALL)
     with pytest.raises(InvalidCheckpoint, match=f"{name} has {what}") as caught:
         require_reasonable(write_file(tmp_path, name, text))
     assert "Use the tokenizer of the model that this one was made of" in caught.value.message
@@ -63,5 +63,5 @@ def test_each_of_a_tokenizers_files_is_counted(
 def test_what_is_within_the_limits_or_no_json_is_left_to_the_library(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizer_sizes, "MAX_ENTRIES", SMALL)
+    monkeypatch.setattr(tokenizer_folder, "MAX_ENTRIES", SMALL)
     require_reasonable(write_file(tmp_path, "tokenizer.json", text))
