@@ -40,19 +40,15 @@ from exo_node.shard.checkpoint.checkpoint import read_checkpoint
 from exo_node.shard.checkpoint.stage_files import HEADERS, cut, stand_ins
 
 
-def test_a_whole_model_is_copied_hashed_and_listed(tmp_path: Path) -> None:
+async def test_a_whole_model_is_copied_hashed_and_listed(tmp_path: Path) -> None:
     one, two = giver(tmp_path), Taker(tmp_path / "two")
-
-    async def run() -> None:
-        async with giving(one) as source, taking(two, source) as fetcher:
-            assert MODEL not in two.library.scan()
-            copy = await fetcher.fetch(
-                WHOLE, lambda s, p: two.progress.append((s, p.done_bytes, p.total_bytes))
-            )
-            assert not copy.partial
-            assert copy.fingerprint == read_checkpoint(copy.folder).fingerprint
-
-    asyncio.run(run())
+    async with giving(one) as source, taking(two, source) as fetcher:
+        assert MODEL not in two.library.scan()
+        copy = await fetcher.fetch(
+            WHOLE, lambda s, p: two.progress.append((s, p.done_bytes, p.total_bytes))
+        )
+        assert not copy.partial
+        assert copy.fingerprint == read_checkpoint(copy.folder).fingerprint
     for path in (one.root / "models" / MODEL).iterdir():
         assert (two.models / MODEL / path.name).read_bytes() == path.read_bytes()
     assert two.library.scan()[MODEL].folder == two.models / MODEL
@@ -61,165 +57,139 @@ def test_a_whole_model_is_copied_hashed_and_listed(tmp_path: Path) -> None:
     assert step == "copying from one" and copied == total > 0
 
 
-def test_a_stage_is_given_its_own_files_and_the_headers_of_the_others(tmp_path: Path) -> None:
+async def test_a_stage_is_given_its_own_files_and_the_headers_of_the_others(tmp_path: Path) -> None:
     one, two = giver(tmp_path), Taker(tmp_path / "two")
     read = watch(one)
-
-    async def run() -> None:
-        async with giving(one) as source, taking(two, source) as fetcher:
-            copy = await fetcher.fetch(stage(2, 4), silent)
-            assert copy.partial
-            whole = [p.name for p in copy.folder.glob("*.safetensors")]
-            assert whole == [SECOND]
-            card, fingerprint = await fetcher.describe(MODEL)
-            assert (card.num_layers, fingerprint) == (LAYERS, copy.fingerprint)
-            with stand_ins(copy.folder) as (view, placeholders):
-                assert read_checkpoint(view).fingerprint == copy.fingerprint
-                cut(placeholders)
-                with pytest.raises(InvalidCheckpoint, match="truncated"):
-                    _ = read_checkpoint(view)
-            assert MODEL not in two.library.scan()  # no model, and nothing that is wrong
-            assert MODEL not in two.library.broken
-            count = len(read[0].reads)
-            again = stage(2, 4, checkpoint_sha256=copy.fingerprint)
-            assert await fetcher.fetch(again, silent) == copy
-            assert len(read[0].reads) == count  # no peer was asked
-            assert not (await fetcher.fetch(WHOLE, silent)).partial
-            assert [path for path, _ in read[0].reads].count(SECOND) == 3  # two for its header
-            assert not (copy.folder / HEADERS).exists()
-
-    asyncio.run(run())
+    async with giving(one) as source, taking(two, source) as fetcher:
+        copy = await fetcher.fetch(stage(2, 4), silent)
+        assert copy.partial
+        whole = [p.name for p in copy.folder.glob("*.safetensors")]
+        assert whole == [SECOND]
+        card, fingerprint = await fetcher.describe(MODEL)
+        assert (card.num_layers, fingerprint) == (LAYERS, copy.fingerprint)
+        with stand_ins(copy.folder) as (view, placeholders):
+            assert read_checkpoint(view).fingerprint == copy.fingerprint
+            cut(placeholders)
+            with pytest.raises(InvalidCheckpoint, match="truncated"):
+                _ = read_checkpoint(view)
+        assert MODEL not in two.library.scan()  # no model, and nothing that is wrong
+        assert MODEL not in two.library.broken
+        count = len(read[0].reads)
+        again = stage(2, 4, checkpoint_sha256=copy.fingerprint)
+        assert await fetcher.fetch(again, silent) == copy
+        assert len(read[0].reads) == count  # no peer was asked
+        assert not (await fetcher.fetch(WHOLE, silent)).partial
+        assert [path for path, _ in read[0].reads].count(SECOND) == 3  # two for its header
+        assert not (copy.folder / HEADERS).exists()
 
 
-def test_loads_of_one_model_at_the_same_time_copy_it_once(tmp_path: Path) -> None:
+async def test_loads_of_one_model_at_the_same_time_copy_it_once(tmp_path: Path) -> None:
     one, two = giver(tmp_path), Taker(tmp_path / "two")
     read = watch(one)
-
-    async def run() -> None:
-        async with giving(one) as source, taking(two, source) as fetcher:
-            first, second = await asyncio.gather(*(fetcher.fetch(WHOLE, silent) for _ in range(2)))
-            assert first == second
-
-    asyncio.run(run())
+    async with giving(one) as source, taking(two, source) as fetcher:
+        first, second = await asyncio.gather(*(fetcher.fetch(WHOLE, silent) for _ in range(2)))
+        assert first == second
     assert len(read[0].reads) == len(set(read[0].reads)) > 0
     assert two.events_of("copied") == [f"{MODEL} was copied from one"]
 
 
-def test_a_copy_that_broke_off_resumes(tmp_path: Path) -> None:
+async def test_a_copy_that_broke_off_resumes(tmp_path: Path) -> None:
     one, two = giver(tmp_path, rows=20_000), Taker(tmp_path / "two")
     read = watch(one)
-
-    async def run() -> None:
-        async with giving(one) as source:
-            async with taking(two, source) as fetcher:
-                read[0].chunks = 2
-                with pytest.raises(ModelNotFound, match="one: the file cannot be read"):
-                    _ = await fetcher.fetch(WHOLE, silent)
-            part = two.models / MODEL / f"{SECOND}.incomplete"
-            assert part.stat().st_size == 2 << 20
-            assert not (two.models / MODEL / SECOND).exists()
-            read[0].chunks, read[0].reads = 1 << 30, []
-            async with taking(two, source) as fetcher:
-                fingerprint = read_checkpoint(one.root / "models" / MODEL).fingerprint
-                copy = await fetcher.fetch(stage(0, LAYERS, fingerprint), silent)
-            assert not copy.partial
-            assert (SECOND, 2 << 20) in read[0].reads
-            assert ("model-00001-of-00003.safetensors", 0) not in read[0].reads
-            original = one.root / "models" / MODEL / SECOND
-            assert (copy.folder / SECOND).read_bytes() == original.read_bytes()
-
-    asyncio.run(run())
+    async with giving(one) as source:
+        async with taking(two, source) as fetcher:
+            read[0].chunks = 2
+            with pytest.raises(ModelNotFound, match="one: the file cannot be read"):
+                _ = await fetcher.fetch(WHOLE, silent)
+        part = two.models / MODEL / f"{SECOND}.incomplete"
+        assert part.stat().st_size == 2 << 20
+        assert not (two.models / MODEL / SECOND).exists()
+        read[0].chunks, read[0].reads = 1 << 30, []
+        async with taking(two, source) as fetcher:
+            fingerprint = read_checkpoint(one.root / "models" / MODEL).fingerprint
+            copy = await fetcher.fetch(stage(0, LAYERS, fingerprint), silent)
+        assert not copy.partial
+        assert (SECOND, 2 << 20) in read[0].reads
+        assert ("model-00001-of-00003.safetensors", 0) not in read[0].reads
+        original = one.root / "models" / MODEL / SECOND
+        assert (copy.folder / SECOND).read_bytes() == original.read_bytes()
 
 
 @pytest.mark.parametrize("marked", [False, True])
-def test_a_load_that_was_cancelled_behind_its_last_file_leaves_a_whole_copy(
+async def test_a_load_that_was_cancelled_behind_its_last_file_leaves_a_whole_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, marked: bool
 ) -> None:
     one, two = giver(tmp_path), Taker(tmp_path / "two")
+    async with giving(one) as source, taking(two, source) as fetcher:
+        with monkeypatch.context() as patch, pytest.raises(asyncio.CancelledError):
+            complete = CopyFolder.complete
 
-    async def run() -> None:
-        async with giving(one) as source, taking(two, source) as fetcher:
-            with monkeypatch.context() as patch, pytest.raises(asyncio.CancelledError):
-                complete = CopyFolder.complete
+            def cancelled(folder: CopyFolder) -> None:
+                if marked:
+                    complete(folder)
+                raise asyncio.CancelledError
 
-                def cancelled(folder: CopyFolder) -> None:
-                    if marked:
-                        complete(folder)
-                    raise asyncio.CancelledError
-
-                patch.setattr(CopyFolder, "complete", cancelled)
-                _ = await fetcher.fetch(WHOLE, silent)
-            assert (MODEL in two.library.scan()) is marked
-            fingerprint = read_checkpoint(one.root / "models" / MODEL).fingerprint
-            assert not (await fetcher.fetch(stage(0, LAYERS, fingerprint), silent)).partial
-
-    asyncio.run(run())
+            patch.setattr(CopyFolder, "complete", cancelled)
+            _ = await fetcher.fetch(WHOLE, silent)
+        assert (MODEL in two.library.scan()) is marked
+        fingerprint = read_checkpoint(one.root / "models" / MODEL).fingerprint
+        assert not (await fetcher.fetch(stage(0, LAYERS, fingerprint), silent)).partial
     assert two.library.scan()[MODEL].folder == two.models / MODEL
     again = [] if marked else [f"the copy of {MODEL} is whole"]
     assert two.events_of("copied") == [f"{MODEL} was copied from one", *again]
 
 
-def test_a_part_of_another_version_is_dropped_and_the_peer_is_not_blamed(tmp_path: Path) -> None:
+async def test_a_part_of_another_version_is_dropped_and_the_peer_is_not_blamed(
+    tmp_path: Path,
+) -> None:
     one, two = giver(tmp_path), Taker(tmp_path / "two")
-
-    async def run() -> None:
-        async with giving(one) as source, taking(two, source) as fetcher:
-            _ = await fetcher.describe(MODEL)
-            _ = (two.models / MODEL / f"{SECOND}.incomplete").write_bytes(b"other bytes")
-            copy = await fetcher.fetch(WHOLE, silent)
-            original = one.root / "models" / MODEL / SECOND
-            assert (copy.folder / SECOND).read_bytes() == original.read_bytes()
-            assert two.events_of("peer_left") == []
-
-    asyncio.run(run())
+    async with giving(one) as source, taking(two, source) as fetcher:
+        _ = await fetcher.describe(MODEL)
+        _ = (two.models / MODEL / f"{SECOND}.incomplete").write_bytes(b"other bytes")
+        copy = await fetcher.fetch(WHOLE, silent)
+        original = one.root / "models" / MODEL / SECOND
+        assert (copy.folder / SECOND).read_bytes() == original.read_bytes()
+        assert two.events_of("peer_left") == []
 
 
-def test_a_peer_that_sends_wrong_bytes_is_named_and_left_for_another(tmp_path: Path) -> None:
+async def test_a_peer_that_sends_wrong_bytes_is_named_and_left_for_another(tmp_path: Path) -> None:
     bad, good, two = giver(tmp_path, "bad"), giver(tmp_path, "good"), Taker(tmp_path / "two")
     read = watch(bad)
-
-    async def run() -> None:
-        async with (
-            giving(bad, "bad") as first,
-            giving(good, "good") as second,
-            taking(two, first, second) as fetcher,
-        ):
-            read[0].spoil = SECOND
-            copy = await fetcher.fetch(WHOLE, silent)
-            original = good.root / "models" / MODEL / SECOND
-            assert (copy.folder / SECOND).read_bytes() == original.read_bytes()
-
-    asyncio.run(run())
+    async with (
+        giving(bad, "bad") as first,
+        giving(good, "good") as second,
+        taking(two, first, second) as fetcher,
+    ):
+        read[0].spoil = SECOND
+        copy = await fetcher.fetch(WHOLE, silent)
+        original = good.root / "models" / MODEL / SECOND
+        assert (copy.folder / SECOND).read_bytes() == original.read_bytes()
     [text] = two.events_of("peer_left")
     assert "bad sent wrong bytes of model-00002" in text
     assert two.events_of("copied") == [f"{MODEL} was copied from good"]
 
 
-def test_a_peer_that_sends_byte_after_byte_is_left_for_another(tmp_path: Path) -> None:
+async def test_a_peer_that_sends_byte_after_byte_is_left_for_another(tmp_path: Path) -> None:
     """It is never silent, and its model would not be here in a year."""
     slow, good = (giver(tmp_path, name, rows=20_000) for name in ("slow", "good"))
     two = Taker(tmp_path / "two")
     read = watch(slow)
-
-    async def run() -> None:
-        async with (
-            asyncio.timeout(60),
-            giving(slow, "slow") as first,
-            giving(good, "good") as second,
-            taking(two, first, second, timing=replace(LAN, stall_s=1.0)) as fetcher,
-        ):
-            read[0].drips = True
-            copy = await fetcher.fetch(WHOLE, silent)
-            original = good.root / "models" / MODEL / SECOND
-            assert (copy.folder / SECOND).read_bytes() == original.read_bytes()
-
-    asyncio.run(run())
+    async with (
+        asyncio.timeout(60),
+        giving(slow, "slow") as first,
+        giving(good, "good") as second,
+        taking(two, first, second, timing=replace(LAN, stall_s=1.0)) as fetcher,
+    ):
+        read[0].drips = True
+        copy = await fetcher.fetch(WHOLE, silent)
+        original = good.root / "models" / MODEL / SECOND
+        assert (copy.folder / SECOND).read_bytes() == original.read_bytes()
     [text] = two.events_of("peer_left")
     assert "bytes in 1 s" in text
     assert two.events_of("copied") == [f"{MODEL} was copied from good"]
 
 
-def test_small_files_need_room_as_weights_do(
+async def test_small_files_need_room_as_weights_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = giver(tmp_path), Taker(tmp_path / "two")
@@ -229,70 +199,50 @@ def test_small_files_need_room_as_weights_do(
         return SimpleNamespace(free=1 << 20)
 
     monkeypatch.setattr(shutil, "disk_usage", little)
-
-    async def run() -> None:
-        async with giving(one) as source, taking(two, source) as fetcher:
-            with pytest.raises(DownloadFailed, match=r"0\.00 GB are free"):
-                _ = await fetcher.describe(MODEL)
-
-    asyncio.run(run())
+    async with giving(one) as source, taking(two, source) as fetcher:
+        with pytest.raises(DownloadFailed, match=r"0\.00 GB are free"):
+            _ = await fetcher.describe(MODEL)
     assert read[0].reads == []
 
 
-def test_another_revision_is_not_mixed_in(tmp_path: Path) -> None:
+async def test_another_revision_is_not_mixed_in(tmp_path: Path) -> None:
     one, two = giver(tmp_path), Taker(tmp_path / "two")
-
-    async def run() -> None:
-        async with giving(one) as source, taking(two, source) as fetcher:
-            other = stage(0, LAYERS, checkpoint_sha256="0" * 64)
-            with pytest.raises(ModelNotFound, match="one has another revision"):
-                _ = await fetcher.fetch(other, silent)
-            _ = await fetcher.fetch(stage(2, 4), silent)
-            shutil.rmtree(one.root / "models")
-            _ = write_model(one.root / "models" / MODEL, rows=32)
-            copy = await fetcher.fetch(WHOLE, silent)
-            for path in (one.root / "models" / MODEL).iterdir():
-                assert (copy.folder / path.name).read_bytes() == path.read_bytes()
-
-    asyncio.run(run())
+    async with giving(one) as source, taking(two, source) as fetcher:
+        other = stage(0, LAYERS, checkpoint_sha256="0" * 64)
+        with pytest.raises(ModelNotFound, match="one has another revision"):
+            _ = await fetcher.fetch(other, silent)
+        _ = await fetcher.fetch(stage(2, 4), silent)
+        shutil.rmtree(one.root / "models")
+        _ = write_model(one.root / "models" / MODEL, rows=32)
+        copy = await fetcher.fetch(WHOLE, silent)
+        for path in (one.root / "models" / MODEL).iterdir():
+            assert (copy.folder / path.name).read_bytes() == path.read_bytes()
 
 
-def test_a_model_that_no_node_has(tmp_path: Path) -> None:
+async def test_a_model_that_no_node_has(tmp_path: Path) -> None:
     two = Taker(tmp_path / "two")
-
-    async def run() -> None:
-        async with taking(two) as fetcher:
-            with pytest.raises(ModelNotFound, match="exo-node models pull maker/tiny"):
-                _ = await fetcher.fetch(WHOLE, silent)
-
-    asyncio.run(run())
+    async with taking(two) as fetcher:
+        with pytest.raises(ModelNotFound, match="exo-node models pull maker/tiny"):
+            _ = await fetcher.fetch(WHOLE, silent)
 
 
-def test_a_folder_in_the_way_is_not_touched(tmp_path: Path) -> None:
+async def test_a_folder_in_the_way_is_not_touched(tmp_path: Path) -> None:
     one, two = giver(tmp_path), Taker(tmp_path / "two")
     own = two.models / MODEL / "notes.txt"
     own.parent.mkdir(parents=True)
     _ = own.write_text("mine")
-
-    async def run() -> None:
-        async with giving(one) as source, taking(two, source) as fetcher:
-            with pytest.raises(DownloadFailed, match="in the way"):
-                _ = await fetcher.fetch(WHOLE, silent)
-
-    asyncio.run(run())
+    async with giving(one) as source, taking(two, source) as fetcher:
+        with pytest.raises(DownloadFailed, match="in the way"):
+            _ = await fetcher.fetch(WHOLE, silent)
     assert own.read_text() == "mine"
 
 
-def test_copies_are_slowed_while_answers_run(tmp_path: Path) -> None:
+async def test_copies_are_slowed_while_answers_run(tmp_path: Path) -> None:
     one, two = giver(tmp_path, rows=20_000), Taker(tmp_path / "two")
     one.busy = lambda: True
     size = sum(path.stat().st_size for path in (one.root / "models" / MODEL).iterdir())
-
-    async def run() -> None:
-        async with giving(one) as source, taking(two, source) as fetcher:
-            _ = await fetcher.fetch(WHOLE, silent)
-
-    asyncio.run(run())
+    async with giving(one) as source, taking(two, source) as fetcher:
+        _ = await fetcher.fetch(WHOLE, silent)
     assert sum(one.slept) == pytest.approx(size / BESIDE_ANSWERS)
 
 
@@ -340,34 +290,26 @@ def _no_fingerprint(offer: pb.ModelOffer) -> None:
         _no_fingerprint,
     ],
 )
-def test_a_hostile_offer_is_refused_and_writes_nothing(
+async def test_a_hostile_offer_is_refused_and_writes_nothing(
     tmp_path: Path, lie: Callable[[pb.ModelOffer], None]
 ) -> None:
     one, two = giver(tmp_path), Taker(tmp_path / "two")
     one.wrap = _offer(lie)
-
-    async def run() -> None:
-        async with giving(one) as source, taking(two, source) as fetcher:
-            with pytest.raises(ModelNotFound, match="one offers"):
-                _ = await fetcher.fetch(WHOLE, silent)
-
-    asyncio.run(run())
+    async with giving(one) as source, taking(two, source) as fetcher:
+        with pytest.raises(ModelNotFound, match="one offers"):
+            _ = await fetcher.fetch(WHOLE, silent)
     assert not two.models.exists()
     assert len(two.events_of("peer_left")) == 1
 
 
 @pytest.mark.parametrize("model", ["../up", "a/../b", "/etc", "a/b/c", ".hidden", "a\\b", "a\nb"])
-def test_an_id_that_is_no_folder_is_refused(tmp_path: Path, model: str) -> None:
+async def test_an_id_that_is_no_folder_is_refused(tmp_path: Path, model: str) -> None:
     two = Taker(tmp_path / "two")
     one = giver(tmp_path)
-
-    async def run() -> None:
-        async with giving(one) as source, taking(two, source) as fetcher:
-            spec = pb.StageSpec(model=model, num_stages=1, num_layers=LAYERS, end_layer=LAYERS)
-            with pytest.raises(DownloadFailed, match="cannot be a folder"):
-                _ = await fetcher.fetch(spec, silent)
-
-    asyncio.run(run())
+    async with giving(one) as source, taking(two, source) as fetcher:
+        spec = pb.StageSpec(model=model, num_stages=1, num_layers=LAYERS, end_layer=LAYERS)
+        with pytest.raises(DownloadFailed, match="cannot be a folder"):
+            _ = await fetcher.fetch(spec, silent)
 
 
 def _roomy(_: object) -> SimpleNamespace:

@@ -3,7 +3,7 @@
 import hashlib
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +20,9 @@ from exo_node.node.store.model_folder import is_model_file
 from exo_node.node.store.transfers import Progress
 from exo_node.placement.errors import DownloadFailed
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
+
+EXPECTED = {MODEL, "config.json", "tokenizer.json", "chat_template.jinja"}
+"""The files of `hub` that are fetched."""
 
 
 @pytest.fixture
@@ -45,9 +48,11 @@ def ignore(_: Progress) -> None:
     pass
 
 
-def get(hub: FakeHub, cache: Path, revision: str | None = None) -> Path:
+def get(
+    hub: FakeHub, cache: Path, report: Callable[[Progress], None] = ignore, *, offline: bool = False
+) -> Path:
     return download(
-        REPOSITORY, revision, ignore, offline=False, endpoint=hub.url, cache=HubCache(cache)
+        REPOSITORY, None, report, offline=offline, endpoint=hub.url, cache=HubCache(cache)
     )
 
 
@@ -55,10 +60,8 @@ def test_a_download_brings_a_checkpoint_that_reads_and_nothing_that_is_not_neede
     hub: FakeHub, tmp_path: Path
 ) -> None:
     snapshot = get(hub, tmp_path / "cache")
-    expected = {MODEL, "config.json", "tokenizer.json", "chat_template.jinja"}
-    assert {path.name for path in snapshot.iterdir()} == expected
-    assert hub.fetched() == expected
-    assert {path for _, path, _ in hub.requests} == expected
+    assert {path.name for path in snapshot.iterdir()} == hub.fetched() == EXPECTED
+    assert {path for _, path, _ in hub.requests} == EXPECTED
     assert read_checkpoint(snapshot).tensors
     assert (snapshot / MODEL).read_bytes() == hub.files[MODEL]
 
@@ -92,14 +95,7 @@ def test_only_weights_configs_and_tokenizers_are_downloaded(path: str, downloade
 def test_progress_never_falls_and_ends_at_the_total(hub: FakeHub, tmp_path: Path) -> None:
     hub.cut_after, hub.ignore_ranges = [len(hub.files[MODEL]) // 2], True
     reports: list[Progress] = []
-    download(
-        REPOSITORY,
-        None,
-        reports.append,
-        offline=False,
-        endpoint=hub.url,
-        cache=HubCache(tmp_path / "cache"),
-    )
+    get(hub, tmp_path / "cache", reports.append)
     counts = [progress.done_bytes for progress in reports]
     assert counts == sorted(counts) and counts[0] == 0
     total = sum(len(data) for name, data in hub.files.items() if is_model_file(name))
@@ -128,15 +124,13 @@ def test_a_download_that_was_cancelled_resumes(hub: FakeHub, tmp_path: Path) -> 
             raise Cancelled
 
     with pytest.raises(Cancelled):
-        download(REPOSITORY, None, cancel, offline=False, endpoint=hub.url, cache=HubCache(cache))
+        get(hub, cache, cancel)
     assert HubCache(cache).locate(REPOSITORY) is None
     [partial] = cache.rglob("*.incomplete")
     resumed_at = partial.stat().st_size
     assert 0 < resumed_at < len(hub.files[MODEL])
     reports: list[Progress] = []
-    snapshot = download(
-        REPOSITORY, None, reports.append, offline=False, endpoint=hub.url, cache=HubCache(cache)
-    )
+    snapshot = get(hub, cache, reports.append)
     assert hub.ranges(MODEL) == [None, f"bytes={resumed_at}-"]
     small = sum(len(hub.files[name]) for name in hub.files if is_model_file(name) and name != MODEL)
     assert reports[0].done_bytes == resumed_at + small  # those come first
@@ -153,38 +147,35 @@ def test_a_server_without_ranges_makes_the_file_start_over(hub: FakeHub, tmp_pat
             assert progress.done_bytes <= partial.stat().st_size + (128 << 10)
 
     hub.cut_after, hub.ignore_ranges = [len(hub.files[MODEL]) // 2], True
-    snapshot = download(
-        REPOSITORY, None, check, offline=False, endpoint=hub.url, cache=HubCache(cache)
-    )
+    snapshot = get(hub, cache, check)
     assert (snapshot / MODEL).read_bytes() == hub.files[MODEL]
 
 
-def test_a_hub_that_is_down_for_a_moment_is_asked_again(
-    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("pauses", "down", "cuts", "why"),
+    [
+        ((0.0, 0.0), [503, 502], [], ""),
+        ((), [503], [], "the server answered 503"),
+        ((0.0, 0.0), [], [10, 10, 10, 10], r"broke off at 30 of .*goes on from there"),
+    ],
+)
+def test_a_hub_that_is_down_or_breaks_off_is_asked_again_some_times(
+    hub: FakeHub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    pauses: tuple[float, ...],
+    down: list[int],
+    cuts: list[int],
+    why: str,
 ) -> None:
-    monkeypatch.setattr(hub_download, "_PAUSES_S", (0.0, 0.0))
-    hub.down = [503, 502]
-    snapshot = get(hub, tmp_path / "cache")
-    assert (snapshot / MODEL).read_bytes() == hub.files[MODEL]
+    monkeypatch.setattr(hub_download, "_PAUSES_S", pauses)
+    hub.down, hub.cut_after = [*down], [*cuts]
+    if why:
+        with pytest.raises(DownloadFailed, match=why):
+            get(hub, tmp_path / "cache")
+        return
+    assert (get(hub, tmp_path / "cache") / MODEL).read_bytes() == hub.files[MODEL]
     assert hub.ranges(MODEL) == [None] * 3
-
-
-def test_a_hub_that_stays_down_is_given_up_with_its_status(
-    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hub_download, "_PAUSES_S", ())
-    hub.down = [503]
-    with pytest.raises(DownloadFailed, match="the server answered 503"):
-        get(hub, tmp_path / "cache")
-
-
-def test_a_connection_that_keeps_breaking_is_given_up(
-    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hub_download, "_PAUSES_S", (0.0, 0.0))
-    hub.cut_after = [10, 10, 10, 10]
-    with pytest.raises(DownloadFailed, match=r"broke off at 30 of .*goes on from there"):
-        get(hub, tmp_path / "cache")
 
 
 def test_a_connection_that_brings_enough_each_time_may_break_any_number_of_times(
@@ -219,11 +210,11 @@ def test_a_partial_file_that_is_too_long_is_thrown_away(hub: FakeHub, tmp_path: 
 def test_a_complete_model_is_located_without_the_network(hub: FakeHub, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     assert HubCache(cache).locate(REPOSITORY) is None
-    snapshot = get(hub, cache, "main")
+    snapshot = get(hub, cache)
     before = list(hub.requests)
     for revision in (None, "main", COMMIT):
         assert HubCache(cache).locate(REPOSITORY, revision) == snapshot
-    assert download(REPOSITORY, None, ignore, offline=True, cache=HubCache(cache)) == snapshot
+    assert get(hub, cache, offline=True) == snapshot
     assert HubCache(cache).locate(REPOSITORY, "other") is None
     assert hub.requests == before
     (snapshot / "tokenizer.json").unlink()
@@ -249,22 +240,15 @@ def test_offline_a_model_is_served_without_its_heads_own_file(hub: FakeHub, tmp_
     snapshot = get(hub, cache)
     (snapshot / "mtp" / "weights.safetensors").unlink()
     assert HubCache(cache).locate(REPOSITORY) is None
-    assert download(REPOSITORY, None, ignore, offline=True, cache=HubCache(cache)) == snapshot
+    assert get(hub, cache, offline=True) == snapshot
     (snapshot / MODEL).unlink()
     with pytest.raises(DownloadFailed, match=r"missing: model\.safetensors, mtp/weights"):
-        download(REPOSITORY, None, ignore, offline=True, cache=HubCache(cache))
+        get(hub, cache, offline=True)
 
 
 def test_offline_names_what_to_unset_and_sends_nothing(hub: FakeHub, tmp_path: Path) -> None:
     with pytest.raises(DownloadFailed, match="Unset EXO_OFFLINE"):
-        download(
-            REPOSITORY,
-            None,
-            ignore,
-            offline=True,
-            endpoint=hub.url,
-            cache=HubCache(tmp_path / "cache"),
-        )
+        get(hub, tmp_path / "cache", offline=True)
     assert hub.requests == []
 
 
@@ -340,14 +324,7 @@ def test_a_refusal_of_the_hub_says_what_to_do(
 
 def test_an_unreachable_hub_says_so(tmp_path: Path) -> None:
     with pytest.raises(DownloadFailed, match="could not be reached"):
-        download(
-            REPOSITORY,
-            None,
-            ignore,
-            offline=False,
-            endpoint="http://127.0.0.1:9",
-            cache=HubCache(tmp_path / "cache"),
-        )
+        get(FakeHub({}, url="http://127.0.0.1:9"), tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
@@ -396,37 +373,40 @@ def test_a_hub_that_begins_no_answer_is_given_up(
     assert get(hub, tmp_path / "cache").is_dir()
 
 
-def test_a_repository_without_safetensors_is_refused(hub: FakeHub, tmp_path: Path) -> None:
-    del hub.files[MODEL]
-    with pytest.raises(DownloadFailed, match=r"GGUF and \.bin files are not read"):
-        get(hub, tmp_path / "cache")
-
-
-def test_a_hash_that_ends_with_a_path_is_refused_and_nothing_is_fetched(
+def test_names_that_lead_out_of_the_folder_are_neither_fetched_nor_written(
     hub: FakeHub, tmp_path: Path
 ) -> None:
-    """Weights are stored under their hash, so it must not choose another folder."""
-    hub.digests[MODEL] = f"{'0' * 64}/../../{'0' * 64}"
-    with pytest.raises(DownloadFailed, match="has the hash"):
-        get(hub, tmp_path / "cache")
+    for name in ("../model-a.safetensors", "/model-b.safetensors", "a/../../model-c.safetensors"):
+        hub.files[name] = b"out"
+    snapshot = get(hub, tmp_path / "cache")
+    assert {path.name for path in snapshot.iterdir()} == hub.fetched() == EXPECTED
+    assert not [path for path in tmp_path.rglob("*model-*") if "cache" not in path.parts]
+
+
+def test_a_repository_of_countless_files_is_refused_before_any_is_fetched(
+    hub: FakeHub, tmp_path: Path
+) -> None:
+    hub.files |= {f"{number}.json": b"{}" for number in range(2001)}
+    with pytest.raises(DownloadFailed, match="too many files for a model"):
+        _ = get(hub, tmp_path / "cache")
+    assert hub.requests == []
+    assert not [*(tmp_path / "cache").rglob("*.json")]
+
+
+@pytest.mark.parametrize("weights", ["", "pytorch_model.bin", "model.pkl", "model.pt"])
+def test_a_repository_of_pickles_alone_is_refused_before_any_is_fetched(
+    hub: FakeHub, tmp_path: Path, weights: str
+) -> None:
+    hub.files = {"config.json": b"{}", weights: b"\x80"}
+    with pytest.raises(DownloadFailed, match=r"in safetensors format; GGUF and \.bin"):
+        _ = get(hub, tmp_path / "cache")
     assert hub.requests == []
 
 
-@pytest.mark.parametrize(
-    "repository",
-    [
-        "tiny",
-        "a/b/c",
-        "../tiny",
-        "owner/..",
-        "owner/a..b",
-        "/tiny",
-        "owner/",
-        "o/a--b",
-        "o/a\0",
-        "",
-    ],
-)
+MALFORMED = ("tiny", "a/b/c", "../tiny", "owner/..", "owner/a..b", "/tiny", "owner/", "o/a--b")
+
+
+@pytest.mark.parametrize("repository", [*MALFORMED, "o/a\0", ""])
 def test_a_malformed_repository_is_refused_everywhere(repository: str, tmp_path: Path) -> None:
     with pytest.raises(DownloadFailed, match="Write owner/name"):
         HubCache(tmp_path).locate(repository)

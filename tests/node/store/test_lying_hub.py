@@ -25,6 +25,7 @@ from exo_node.node.store.hub_download import download
 from exo_node.node.store.hub_search import Hit, HubSearch
 from exo_node.node.store.identifiers import Commit, FileHash, FilePath, RepositoryName, Revision
 from exo_node.node.store.stop_signal import StopSignal
+from exo_node.node.store.transfers import Progress
 from exo_node.placement.errors import DownloadFailed
 
 UP = "../../../../victim"
@@ -59,17 +60,11 @@ def contents(root: Path, cache: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in files}
 
 
-def get(hub: FakeHub, cache: Path, revision: str | None = None) -> str:
+def get(hub: FakeHub, cache: Path) -> str:
     """The outcome of a download: "done", or the sentence of its error."""
     try:
-        _ = download(
-            REPOSITORY,
-            revision,
-            lambda _: None,
-            offline=False,
-            endpoint=hub.url,
-            cache=HubCache(cache),
-        )
+        place, report = HubCache(cache), list[Progress]().append
+        _ = download(REPOSITORY, None, report, offline=False, endpoint=hub.url, cache=place)
     except DownloadFailed as fault:
         return fault.message
     return "done"
@@ -164,7 +159,7 @@ def test_objects_without_number_are_refused_before_they_are_parsed(
         hub.lies[path] = lambda _: begin + b"{}," * 120_000
     assert "more lists, objects and values" in attack(hub, tmp_path)
     with pytest.raises(DownloadFailed, match="more lists, objects and values"):
-        _ = HubSearch(hub.url).find("tiny", 10, StopSignal(), 60.0)
+        _ = find(hub)
     assert max(parsed) < 1000
 
 
@@ -198,18 +193,8 @@ def test_etags_choose_no_path(hub: FakeHub, tmp_path: Path, victim: Path, value:
 
 
 WHOLE_ANSWERS = (
-    b"<html>please log in</html>",
-    b"[" * 200_000 + b"]" * 200_000,
-    b"[]",
-    b"{}",
-    b"null",
-    b"7",
-    b'"text"',
-    b"",
-    b"\xff\xfe",
-    b"[[]]",
-    b'[{"type": "file"}]',
-    b'[{"path": "config.json"}]',
+    *(b"<html>please log in</html>", b"[" * 200_000 + b"]" * 200_000, b"[]", b"{}", b"null", b"7"),
+    *(b'"text"', b"", b"\xff\xfe", b"[[]]", b'[{"type": "file"}]', b'[{"path": "config.json"}]'),
     b'{"siblings": [{}]}',
 )
 
@@ -281,9 +266,7 @@ def test_a_listing_that_another_program_left_leads_nowhere(hub: FakeHub, tmp_pat
 
 def test_small_files_are_hashed_too(hub: FakeHub, tmp_path: Path) -> None:
     config = hub.files["config.json"]
-    hub.lies[f"/tree/{COMMIT}"] = lambda answer: _entry("oid", "config.json")(
-        answer, git_hash(config + b" ")
-    )
+    _of_the_files(hub, _entry("oid", "config.json"), git_hash(config + b" "))
     assert "config.json arrived damaged" in get(hub, tmp_path / "hub")
     assert HubCache(tmp_path / "hub").snapshot(REPOSITORY, None) is None
 

@@ -16,22 +16,18 @@ from exo_node.proto import peer_pb2 as pb
 
 
 @pytest.mark.parametrize("breaks_off", [False, True])
-def test_a_partial_copy_is_listed_with_its_size_and_deleted(
+async def test_a_partial_copy_is_listed_with_its_size_and_deleted(
     tmp_path: Path, breaks_off: bool
 ) -> None:
     one, two = giver(tmp_path, rows=20_000), Taker(tmp_path / "two")
     read = watch(one)
-
-    async def run() -> None:
-        async with giving(one) as source, taking(two, source) as fetcher:
-            if breaks_off:
-                read[0].chunks = 2
-                with pytest.raises(ModelNotFound):
-                    _ = await fetcher.fetch(WHOLE, silent)
-            else:
-                _ = await fetcher.fetch(stage(2, 4), silent)
-
-    asyncio.run(run())
+    async with giving(one) as source, taking(two, source) as fetcher:
+        if breaks_off:
+            read[0].chunks = 2
+            with pytest.raises(ModelNotFound):
+                _ = await fetcher.fetch(WHOLE, silent)
+        else:
+            _ = await fetcher.fetch(stage(2, 4), silent)
     size = sum(p.stat().st_size for p in (two.models / MODEL).rglob("*") if p.is_file())
     entry = {each["id"]: each for each in on_disk(two.library, ClusterView(()))}[MODEL]
     assert (entry["partial_bytes"], entry["downloaded"]) == (size, False) and size > 2 << 20
@@ -66,19 +62,17 @@ def test_a_folder_that_cannot_be_written_is_named_and_mended_takes_the_copy(
         asyncio.run(run())
 
 
-def test_a_whole_copy_that_lost_its_config_is_partial_and_copied_again(tmp_path: Path) -> None:
+async def test_a_whole_copy_that_lost_its_config_is_partial_and_copied_again(
+    tmp_path: Path,
+) -> None:
     one, two = giver(tmp_path), Taker(tmp_path / "two")
-
-    async def run() -> None:
-        async with giving(one) as source, taking(two, source) as fetcher:
-            folder = (await fetcher.fetch(WHOLE, silent)).folder
-            (folder / "config.json").unlink()
-            library = two.library
-            assert MODEL not in {*library.scan(), *library.broken} and MODEL in library.partial
-            assert not (await fetcher.fetch(WHOLE, silent)).partial
-            assert MODEL in library.scan() and not library.partial
-
-    asyncio.run(run())
+    async with giving(one) as source, taking(two, source) as fetcher:
+        folder = (await fetcher.fetch(WHOLE, silent)).folder
+        (folder / "config.json").unlink()
+        library = two.library
+        assert MODEL not in {*library.scan(), *library.broken} and MODEL in library.partial
+        assert not (await fetcher.fetch(WHOLE, silent)).partial
+        assert MODEL in library.scan() and not library.partial
 
 
 def test_a_copy_of_another_revision_leaves_what_was_put_beside_the_former_one(

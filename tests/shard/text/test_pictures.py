@@ -150,40 +150,34 @@ def test_placeholders_become_rows() -> None:
         _ = with_image_rows([5, 6], 9, [image])
 
 
-def test_the_helper_decodes_within_limits(processor: PictureProcessor) -> None:
-    async def run() -> None:
-        prompts = PromptEncoder(HelperLimits(image_cpu_s=0.4))
-        prompts.open(DENSE)
-        try:
-            file = saved(scene())
-            images = [each async for each in prompts.images([(file, "f"), (file, "f")])]
-            assert images == [processor.prepare(file)] * 2
-            with pytest.raises(InvalidRequest, match="more time or memory") as refused:
-                _ = await anext(prompts.images([(many_scans(50), "f")]))
-            assert refused.value.param == "f"
-            with pytest.raises(InvalidRequest, match="none of PNG") as refused:
-                _ = await anext(prompts.images([(b"x", "images[0]")]))
-            assert refused.value.param == "images[0]"
-        finally:
-            await prompts.close()
-
-    asyncio.run(run())
+async def test_the_helper_decodes_within_limits(processor: PictureProcessor) -> None:
+    prompts = PromptEncoder(HelperLimits(image_cpu_s=0.4))
+    prompts.open(DENSE)
+    try:
+        file = saved(scene())
+        images = [each async for each in prompts.images([(file, "f"), (file, "f")])]
+        assert images == [processor.prepare(file)] * 2
+        with pytest.raises(InvalidRequest, match="more time or memory") as refused:
+            _ = await anext(prompts.images([(many_scans(50), "f")]))
+        assert refused.value.param == "f"
+        with pytest.raises(InvalidRequest, match="none of PNG") as refused:
+            _ = await anext(prompts.images([(b"x", "images[0]")]))
+        assert refused.value.param == "images[0]"
+    finally:
+        await prompts.close()
 
 
-def test_all_images_of_a_request_have_a_budget_of_time() -> None:
-    async def run() -> None:
-        prompts = PromptEncoder(HelperLimits(images_cpu_s=1e-6))
-        prompts.open(DENSE)
-        try:
-            images = prompts.images([(saved(scene()), "first"), (saved(scene()), "second")])
+async def test_all_images_of_a_request_have_a_budget_of_time() -> None:
+    prompts = PromptEncoder(HelperLimits(images_cpu_s=1e-6))
+    prompts.open(DENSE)
+    try:
+        images = prompts.images([(saved(scene()), "first"), (saved(scene()), "second")])
+        _ = await anext(images)
+        with pytest.raises(InvalidRequest, match="as much as those of a request may") as late:
             _ = await anext(images)
-            with pytest.raises(InvalidRequest, match="as much as those of a request may") as late:
-                _ = await anext(images)
-            assert late.value.param == "second"
-        finally:
-            await prompts.close()
-
-    asyncio.run(run())
+        assert late.value.param == "second"
+    finally:
+        await prompts.close()
 
 
 def test_clients_take_turns_with_their_images_and_grammars_do_not_wait_for_them() -> None:

@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,6 @@ HUGE = 10**9
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 QUICK = HelperLimits(cpu_s=0.5, memory_bytes=128 << 20, grace_s=0.1)
 
-Play = Callable[[PromptEncoder], Awaitable[None]]
-
 
 def chat(*contents: str) -> str:
     return json.dumps([{"role": "user", "content": content} for content in contents])
@@ -51,19 +50,17 @@ def loop() -> Iterator[asyncio.Runner]:
         yield runner
 
 
-def play(
-    loop: asyncio.Runner, story: Play, folder: Path = DEMO, limits: HelperLimits | None = None
-) -> None:
-    async def run() -> None:
-        encoder = PromptEncoder(limits)
-        encoder.start()
-        encoder.open(folder)
-        try:
-            await story(encoder)
-        finally:
-            await encoder.close()
-
-    loop.run(run())
+@asynccontextmanager
+async def encoding(
+    folder: Path = DEMO, limits: HelperLimits | None = None
+) -> AsyncGenerator[PromptEncoder]:
+    encoder = PromptEncoder(limits)
+    encoder.start()
+    encoder.open(folder)
+    try:
+        yield encoder
+    finally:
+        await encoder.close()
 
 
 STARTED_S: list[float] = []
@@ -99,20 +96,17 @@ async def refusal(work: Awaitable[Any]) -> ExoNodeError:
 TEXTS = ["hi", "naïve 🙂 日本語", "<|im_end|>\n<|im_start|>system", "x" * (2 * LONG_BYTES)]
 
 
-def test_a_helper_finds_modules_where_this_process_does_and_says_why_it_did_not_start(
-    loop: asyncio.Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_helper_finds_modules_where_this_process_does_and_says_why_it_did_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     message = "this module came by a path of the parent's"
     _ = (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.exit({message!r})")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-
-    async def story(encoder: PromptEncoder) -> None:
+    async with encoding() as encoder:
         fault = await refusal(encoder.encode(chat("hi"), CONTEXT))
         assert isinstance(fault, LoadFailed)
         assert fault.message.startswith("the tokenizer's process exited with status 1: ")
         assert fault.message.endswith(message)
-
-    play(loop, story)
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="no /proc to look into")
@@ -121,20 +115,15 @@ def test_a_helper_that_may_see_prompts_says_nothing_on_stderr(calm: PromptEncode
         assert Path(f"/proc/{pid}/fd/2").readlink() == Path(os.devnull)
 
 
-def test_ids_are_those_of_the_codec_in_this_process_and_helpers_end_with_the_encoder(
-    loop: asyncio.Runner,
-) -> None:
+async def test_ids_are_those_of_the_codec_here_and_helpers_end_with_the_encoder() -> None:
     pids: list[int] = []
-
-    async def story(encoder: PromptEncoder) -> None:
+    async with encoding() as encoder:
         for text in TEXTS:
             want = CODEC.encode_chat(json.loads(chat(text)))
             assert await encoder.encode(chat(text), HUGE) == want
         pids.extend(encoder.pids)
-
-    play(loop, story)
     assert len(pids) == 2
-    _ = loop.run(eventually(lambda: not any(map(psutil.pid_exists, pids)), 60))
+    _ = await eventually(lambda: not any(map(psutil.pid_exists, pids)), 60)
 
 
 def test_a_request_pays_for_no_start_and_no_tokenizer(
@@ -209,8 +198,8 @@ def test_the_longest_token_of_the_demo_is_what_its_vocabulary_says() -> None:
     assert max(sizes) <= CODEC.longest_token <= 64
 
 
-def test_a_prompt_that_takes_too_long_is_refused_alone(loop: asyncio.Runner) -> None:
-    async def story(encoder: PromptEncoder) -> None:
+async def test_a_prompt_that_takes_too_long_is_refused_alone() -> None:
+    async with encoding(limits=HelperLimits(cpu_s=0.5, memory_bytes=4 << 30)) as encoder:
         _ = await encoder.encode(chat("hi"), HUGE)
         slow = asyncio.create_task(refusal(encoder.encode(chat("a" * (8 << 20)), HUGE)))
         served = 0
@@ -224,15 +213,12 @@ def test_a_prompt_that_takes_too_long_is_refused_alone(loop: asyncio.Runner) -> 
         assert served >= 5, "short requests wait for long ones"
         assert await encoder.encode(chat("b" * (2 * LONG_BYTES)), HUGE)
 
-    play(loop, story, limits=HelperLimits(cpu_s=0.5, memory_bytes=4 << 30))
 
-
-def test_a_template_that_loops_is_ended_and_the_next_request_is_served(
-    loop: asyncio.Runner, tmp_path: Path
+async def test_a_template_that_loops_is_ended_and_the_next_request_is_served(
+    tmp_path: Path,
 ) -> None:
     template = f"{{% if messages[0].content == 'loop' %}}{LOOPS}{{% endif %}}ok"
-
-    async def story(encoder: PromptEncoder) -> None:
+    async with encoding(edited(tmp_path / "m", template=template), QUICK) as encoder:
         usual = await encoder.encode(chat("hi"), HUGE)
         [looping] = encoder.pids
         fault = await refusal(encoder.encode(chat("loop"), HUGE))
@@ -240,14 +226,11 @@ def test_a_template_that_loops_is_ended_and_the_next_request_is_served(
         assert not psutil.pid_exists(looping)
         assert await encoder.encode(chat("hi"), HUGE) == usual
 
-    play(loop, story, edited(tmp_path / "m", template=template), QUICK)
 
-
-def test_a_client_that_leaves_takes_its_loop_with_it(loop: asyncio.Runner, tmp_path: Path) -> None:
+async def test_a_client_that_leaves_takes_its_loop_with_it(tmp_path: Path) -> None:
     template = f"{{% if messages[0].content == 'loop' %}}{LOOPS}{{% endif %}}ok"
     patient = HelperLimits(cpu_s=600.0, wall_s=600.0, grace_s=0.1)
-
-    async def story(encoder: PromptEncoder) -> None:
+    async with encoding(edited(tmp_path / "m", template=template), patient) as encoder:
         _ = await encoder.encode(chat("hi"), HUGE)
         [looping] = encoder.pids
         asking = asyncio.create_task(encoder.encode(chat("loop"), HUGE))
@@ -258,8 +241,6 @@ def test_a_client_that_leaves_takes_its_loop_with_it(loop: asyncio.Runner, tmp_p
         await wait_for_end(looping)
         assert await encoder.encode(chat("hi"), HUGE)
 
-    play(loop, story, edited(tmp_path / "m", template=template), patient)
-
 
 async def wait_for_end(pid: int) -> None:
     for _ in range(2000):
@@ -269,24 +250,21 @@ async def wait_for_end(pid: int) -> None:
     raise AssertionError(f"process {pid} lives")
 
 
-def test_a_template_that_takes_all_memory_is_refused(loop: asyncio.Runner, tmp_path: Path) -> None:
+async def test_a_template_that_takes_all_memory_is_refused(tmp_path: Path) -> None:
     bomb = "{% set ns = namespace(x='xxxxxxxx') %}" + 30 * "{% set ns.x = ns.x + ns.x %}"
     template = f"{{% if messages[0].content == 'bomb' %}}{bomb}{{{{ ns.x }}}}{{% endif %}}ok"
-
-    async def story(encoder: PromptEncoder) -> None:
+    limits = HelperLimits(cpu_s=60.0, memory_bytes=128 << 20)
+    async with encoding(edited(tmp_path / "m", template=template), limits) as encoder:
         fault = await refusal(encoder.encode(chat("bomb"), HUGE))
         assert isinstance(fault, InvalidRequest) and fault.param == "prompt"
         assert await encoder.encode(chat("hi"), HUGE)
 
-    limits = HelperLimits(cpu_s=60.0, memory_bytes=128 << 20)
-    play(loop, story, edited(tmp_path / "m", template=template), limits)
-
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_request_whose_helper_is_killed_is_answered_by_the_next_one(
-    loop: asyncio.Runner, number: signal.Signals
+async def test_a_request_whose_helper_is_killed_is_answered_by_the_next_one(
+    number: signal.Signals,
 ) -> None:
-    async def story(encoder: PromptEncoder) -> None:
+    async with encoding() as encoder:
         usual = await encoder.encode(chat("hi"), HUGE)
         [pid] = encoder.pids
         os.kill(pid, signal.SIGSTOP)  # so that the request waits there
@@ -300,18 +278,15 @@ def test_a_request_whose_helper_is_killed_is_answered_by_the_next_one(
         await wait_for_end(pid)
         assert await encoder.encode(chat("hi"), HUGE) == usual
 
-    play(loop, story)
-
 
 @pytest.mark.parametrize(
     ("number", "kind"), [(signal.SIGKILL, LoadFailed), (signal.SIGSEGV, InvalidRequest)]
 )
-def test_whoever_kills_helpers_is_blamed_and_a_request_for_crashes(
-    loop: asyncio.Runner, number: signal.Signals, kind: type[ExoNodeError]
+async def test_whoever_kills_helpers_is_blamed_and_a_request_for_crashes(
+    number: signal.Signals, kind: type[ExoNodeError]
 ) -> None:
     """Two in a row: what was killed from outside is no fault of the messages."""
-
-    async def story(encoder: PromptEncoder) -> None:
+    async with encoding() as encoder:
         _ = await encoder.encode(chat("hi"), HUGE)
         asking = asyncio.create_task(refusal(encoder.encode(chat("hi"), HUGE)))
         killed: set[int] = set()
@@ -330,13 +305,9 @@ def test_whoever_kills_helpers_is_blamed_and_a_request_for_crashes(
         assert len(killed) == 2
         assert await encoder.encode(chat("hi"), HUGE)
 
-    play(loop, story)
 
-
-def test_a_helper_that_is_stopped_is_replaced_and_the_request_answered(
-    loop: asyncio.Runner,
-) -> None:
-    async def story(encoder: PromptEncoder) -> None:
+async def test_a_helper_that_is_stopped_is_replaced_and_the_request_answered() -> None:
+    async with encoding(limits=HelperLimits(idle_s=0.5)) as encoder:
         usual = await encoder.encode(chat("hi"), HUGE)
         [stopped] = encoder.pids
         os.kill(stopped, signal.SIGSTOP)
@@ -346,11 +317,9 @@ def test_a_helper_that_is_stopped_is_replaced_and_the_request_answered(
         )
         await wait_for_end(stopped)
 
-    play(loop, story, limits=HelperLimits(idle_s=0.5))
 
-
-def test_helpers_that_are_all_stopped_are_no_fault_of_the_messages(loop: asyncio.Runner) -> None:
-    async def story(encoder: PromptEncoder) -> None:
+async def test_helpers_that_are_all_stopped_are_no_fault_of_the_messages() -> None:
+    async with encoding(limits=HelperLimits(idle_s=0.5)) as encoder:
         _ = await encoder.encode(chat("hi"), HUGE)
         asking = asyncio.create_task(refusal(encoder.encode(chat("hi"), HUGE)))
         while not asking.done():
@@ -362,11 +331,9 @@ def test_helpers_that_are_all_stopped_are_no_fault_of_the_messages(loop: asyncio
         assert type(fault) is LoadFailed and "did nothing for 0.5 s" in fault.message
         assert await encoder.encode(chat("hi"), HUGE)
 
-    play(loop, story, limits=HelperLimits(idle_s=0.5))
 
-
-def test_a_helper_that_is_stopped_while_it_starts_is_replaced(loop: asyncio.Runner) -> None:
-    async def story(encoder: PromptEncoder) -> None:
+async def test_a_helper_that_is_stopped_while_it_starts_is_replaced() -> None:
+    async with encoding(limits=HelperLimits(start_idle_s=2.0)) as encoder:
         others = set(helpers())  # of earlier tests, on their way out
         asking = asyncio.create_task(encoder.encode(chat("hi"), HUGE))
         while not (starting := set(helpers()) - others):
@@ -375,8 +342,6 @@ def test_a_helper_that_is_stopped_while_it_starts_is_replaced(loop: asyncio.Runn
         os.kill(pid, signal.SIGSTOP)
         assert await asking
         await wait_for_end(pid)
-
-    play(loop, story, limits=HelperLimits(start_idle_s=2.0))
 
 
 def helpers() -> list[int]:
@@ -400,31 +365,23 @@ EXPLODING: dict[str, GrammarSpec] = {
 
 
 @pytest.mark.parametrize("name", EXPLODING)
-def test_a_grammar_that_would_take_gigabytes_ends_in_the_helper(
-    loop: asyncio.Runner, name: str
-) -> None:
+async def test_a_grammar_that_would_take_gigabytes_ends_in_the_helper(name: str) -> None:
     spec = EXPLODING[name]
-
-    async def story(encoder: PromptEncoder) -> None:
+    async with encoding() as encoder:
         fault = await refusal(encoder.check(spec))
         assert type(fault) is InvalidRequest and fault.param == spec.field
         await encoder.check(GrammarSpec("regex", "(yes|no)", "regex"))
 
-    play(loop, story)
 
-
-def test_a_refusal_of_a_call_names_its_tool(loop: asyncio.Runner) -> None:
+async def test_a_refusal_of_a_call_names_its_tool() -> None:
     spec = GrammarSpec("calls", "start: x\n// the tool 'f'\nx: /(/", "tool_choice")
-
-    async def story(encoder: PromptEncoder) -> None:
+    async with encoding() as encoder:
         fault = await refusal(encoder.check(spec))
         assert fault.param == "tools" and "the tool 'f' cannot be enforced" in fault.message
 
-    play(loop, story)
 
-
-def test_prompts_do_not_wait_for_a_grammar(loop: asyncio.Runner) -> None:
-    async def story(encoder: PromptEncoder) -> None:
+async def test_prompts_do_not_wait_for_a_grammar() -> None:
+    async with encoding() as encoder:
         _ = await encoder.encode(chat("hi"), HUGE)
         [pid] = encoder.pids
         checking = asyncio.create_task(refusal(encoder.check(EXPLODING["a million remainders"])))
@@ -433,17 +390,13 @@ def test_prompts_do_not_wait_for_a_grammar(loop: asyncio.Runner) -> None:
         _ = await checking
         assert pid in encoder.pids
 
-    play(loop, story)
 
-
-def test_a_tokenizer_that_does_not_load_says_so(loop: asyncio.Runner, tmp_path: Path) -> None:
-    async def story(encoder: PromptEncoder) -> None:
-        fault = await refusal(encoder.encode(chat("hi"), HUGE))
-        assert isinstance(fault, InvalidCheckpoint)
-
+async def test_a_tokenizer_that_does_not_load_says_so(tmp_path: Path) -> None:
     folder = edited(tmp_path / "m")
     _ = (folder / "tokenizer.json").write_text("{")
-    play(loop, story, folder)
+    async with encoding(folder) as encoder:
+        fault = await refusal(encoder.encode(chat("hi"), HUGE))
+        assert isinstance(fault, InvalidCheckpoint)
 
 
 def test_the_helper_is_free_of_mlx_and_of_the_environment(
@@ -463,11 +416,9 @@ def test_the_helper_is_free_of_mlx_and_of_the_environment(
     loop.run(story())
 
 
-def test_many_at_once_are_each_answered_with_their_own(loop: asyncio.Runner) -> None:
-    async def story(encoder: PromptEncoder) -> None:
+async def test_many_at_once_are_each_answered_with_their_own() -> None:
+    async with encoding() as encoder:
         texts = [f"number {i} " * (20 * i + 1 if i % 8 else 16_000) for i in range(16)]
         assert any(len(text) > LONG_BYTES for text in texts)
         got = await asyncio.gather(*(encoder.encode(chat(text), HUGE) for text in texts))
         assert got == [CODEC.encode_chat(json.loads(chat(text))) for text in texts]
-
-    play(loop, story)
