@@ -105,7 +105,7 @@ def _of_ollama(store: Path) -> Iterator[GgufPlace]:
 
 
 def _model_blob(manifest: Path) -> str | None:
-    """The blob's file name; None: a manifest without weights, or of another shape."""
+    """The blob's file name, or None for a manifest without weights or of another shape."""
     try:
         if not manifest.is_file() or manifest.stat().st_size > _MAX_MANIFEST_BYTES:
             return None

@@ -13,7 +13,7 @@ from .transfers import Progress
 
 @dataclass(frozen=True, slots=True)
 class HeadFolder:
-    """`files`: the weight files of it that are there; empty: all."""
+    """`files`: the weight files of it that are there, or empty if all are."""
 
     folder: Path
     files: tuple[str, ...] = ()

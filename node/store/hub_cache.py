@@ -58,7 +58,7 @@ class HubCache:
     """The cache in one folder, without any network traffic."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        """`folder` None: the one that HF_HUB_CACHE or HF_HOME names."""
+        """`folder`: by default the one that HF_HUB_CACHE or HF_HOME names."""
         self.folder = (folder or Path(constants.HF_HUB_CACHE)).expanduser().resolve()
 
     def repository(self, repository: RepositoryName) -> Path:
@@ -131,7 +131,7 @@ class HubCache:
             yield from models
 
     def snapshot(self, repository: RepositoryName, revision: Revision | None) -> Path | None:
-        """The folder of a snapshot that has its config.json, whole or not; None: there is none.
+        """The folder of a snapshot that has its config.json, whole or not, or None.
 
         Raises InvalidCheckpoint where the revision's commit cannot be read.
         """

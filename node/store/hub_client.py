@@ -47,7 +47,7 @@ _FILES: Final = ("SSL_CERT_FILE", "SSL_CERT_DIR", "SSLKEYLOGFILE")
 _LIST_S: Final = 60.0
 """The pages of one list together."""
 _PAGE_BYTES: Final = 16 << 20
-"""Of one answer; the hub sends a thousand files in half a megabyte."""
+"""Limit of one answer; the hub sends a thousand files in half a megabyte."""
 _MOST_PAGES: Final = 200
 _MOST_ENTRIES: Final = 100_000
 _MOST_FILES: Final = 2_000
@@ -146,7 +146,7 @@ def _refuse(response: httpx2.Response) -> None:
 
 @dataclass(frozen=True, slots=True)
 class HubLists:
-    """`endpoint` None: the hub, or HF_ENDPOINT's. `stop` ends what is being read."""
+    """`endpoint`: by default the hub, or HF_ENDPOINT's. `stop` ends what is being read."""
 
     client: httpx2.Client
     endpoint: str | None
@@ -225,8 +225,8 @@ def _checked(form: TypeAdapter[T], content: bytes, about: str) -> T:
 
 
 def _remote_file(repository: RepositoryName, entry: Entry) -> RemoteFile | None:
-    """None: a download leaves it out. The hub has the SHA-256 only of files in LFS, where it keeps
-    all weights."""
+    """The file, or None if a download leaves it out. The hub has the SHA-256 only of files in LFS,
+    where it keeps all weights."""
     kind, name = entry.get("type"), entry.get("path")
     if not isinstance(kind, str) or not isinstance(name, str):
         raise wrong_answer(repository, f"it lists a file {str(name)[:80]!r}")

@@ -56,9 +56,9 @@ def download(
 
     A download that an earlier call left unfinished resumes. `on_progress` is called from several
     threads, one at a time, and never with fewer bytes than before; an error that it raises ends the
-    download and reaches the caller. `choose` names the weight files to fetch, None: all. `endpoint`
-    None is the hub, or the mirror that HF_ENDPOINT names. Setting `stop` ends the download with
-    Stopped, once its connections have noticed.
+    download and reaches the caller. `choose` names the weight files to fetch, by default all.
+    `endpoint` is by default the hub, or the mirror that HF_ENDPOINT names. Setting `stop` ends the
+    download with Stopped, once its connections have noticed.
     """
     name, checked = checked_names(repository, revision)
     cache = cache or HubCache()

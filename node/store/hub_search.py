@@ -50,7 +50,7 @@ class Hit:
 
 
 class HubSearch:
-    """Keeps the contents of commits that it saw; `endpoint` None: the hub, or HF_ENDPOINT's."""
+    """Keeps the contents of commits; `endpoint`: by default the hub, or HF_ENDPOINT's."""
 
     def __init__(self, endpoint: str | None = None) -> None:
         self._endpoint = endpoint

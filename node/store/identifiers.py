@@ -25,7 +25,7 @@ class Identifier(str):
 
     @classmethod
     def read(cls, text: object) -> Self | None:
-        """None: the text is not of this form."""
+        """The identifier, or None if the text is not of this form."""
         return cls(text) if isinstance(text, str) and cls.matches(text) else None
 
     @classmethod

@@ -41,7 +41,7 @@ Facts = TypeVar("Facts")
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model that a request may name. `folder` None: not on this machine yet."""
+    """A model that a request may name. `folder` is None while it is not on this machine."""
 
     card: ModelCard
     folder: Path | None

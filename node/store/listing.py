@@ -56,7 +56,7 @@ def embeds(card: ModelCard, files: FileFacts) -> bool:
 
 
 def embedding_words(card: ModelCard) -> str:
-    """What a model of embeddings is for, and what it needs that is not here."""
+    """The purpose of a model of embeddings, and what it needs that is not here."""
     lacks = card.model_type in ENCODERS and not has_extra()
     return f"embeds; no chat{f'; {ADD_ENCODERS}' if lacks else ''}"
 

@@ -55,7 +55,7 @@ class CopyOrigin:
 
 
 def read_origin(folder: Path) -> CopyOrigin | None:
-    """None: the folder is no copy. A `COPY_FILE` that cannot be read is a partial copy's."""
+    """The origin of a copy, or None. A `COPY_FILE` that cannot be read is a partial copy's."""
     try:
         raw: object = json.loads((folder / COPY_FILE).read_bytes())
         return CopyOrigin(**cast("dict[str, Any]", raw))
@@ -71,9 +71,7 @@ def write_origin(folder: Path, origin: CopyOrigin) -> None:
 
 def repository_folder(folder: Path) -> Path | None:
     """The folder with all files of a hub model: a snapshot's repository, or a whole copy itself.
-
-    None: the model is not from the hub.
-    """
+    None for other models."""
     above = folder.resolve().parent
     if above.name == "snapshots" and above.parent.name.startswith("models--"):
         return above.parent

@@ -166,6 +166,6 @@ class PeerCopy:
         return data
 
     def _read(self, file: RemoteFile, start: int, length: int = 0) -> AsyncGenerator[bytes]:
-        """Chunks of a range; `length` 0: to the file's end."""
+        """Chunks of a range, which with `length` 0 reaches the file's end."""
         request = pb.FileRequest(model=self.model, path=file.path, start=start, length=length)
         return self.client.read(self.source.address, self.source.node, request)

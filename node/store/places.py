@@ -41,7 +41,7 @@ def in_folders(folders: Sequence[Path]) -> Iterator[Place]:
 
 
 def copy_folder(root: Path, model: str) -> Path | None:
-    """The folder for a copy of the model in exo-node's own `root`; None: its id is no path."""
+    """The folder for a copy of the model in exo-node's own `root`, or None if its id is no path."""
     name = FolderName.read(model)
     return None if name is None else root / name
 
@@ -68,9 +68,9 @@ class Removal:
 
 
 def find_removal(model: ModelId, own_folder: Path) -> Removal | None:
-    """The removal of a model of the cache, or of exo-node's own folder, whole or partial.
+    """The removal of a model of the cache, or of exo-node's own folder, whole or partial; or None.
 
-    None: no such model is there. Raises RemovalRefused.
+    Raises RemovalRefused.
     """
     try:
         for place in HubCache().models():

@@ -20,7 +20,7 @@ class StoredPrefix:
     """One file of a cached prefix."""
 
     model: str | None
-    """None: the file is partial, or cannot be read."""
+    """None if the file is partial or cannot be read."""
     begin: int
     """The first row in the file; rows before it are in files of earlier states."""
     rows: int
@@ -49,7 +49,7 @@ def stored_prefixes(root: Path) -> list[StoredPrefix]:
 
 
 def remove_prefixes(root: Path, model: str | None) -> tuple[int, int]:
-    """Deletes the files of a model; `model` None: all files. Returns their number and bytes."""
+    """Deletes the files of a model, or all of them. Returns their number and bytes."""
     files = [each for each in stored_prefixes(root) if model in (None, each.model)]
     for each in files:
         each.path.unlink(missing_ok=True)

@@ -327,7 +327,7 @@ class Pulls:
 
 
 def _discard(pull: Pull) -> Removal | None:
-    """Deletes the unfinished snapshot; None: there is none that exo-node began."""
+    """Deletes an unfinished snapshot that exo-node began, if there is one."""
     snapshot = HubCache().begun(pull.repository, pull.revision)
     if snapshot is None or not missing_files(snapshot):
         return None

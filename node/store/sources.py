@@ -25,9 +25,9 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class TransferEstimate:
-    """One stage's files; `source` None: no node has the model, and it is downloaded whole.
+    """One stage's files. `source` is None if no node has the model: it is downloaded whole.
 
-    `seconds` None: the link was not measured, or it is the hub's.
+    `seconds` is None if the link was not measured, or is the hub's.
     """
 
     node: NodeId
@@ -68,7 +68,7 @@ def estimate_transfers(
     view: ClusterView,
     tensors: Sequence[Tensor] | None,
 ) -> list[TransferEstimate]:
-    """One for each stage on a node that lacks the model; `tensors` None: the layout is not here.
+    """One for each stage on a node that lacks the model. `tensors` is its layout, if it is here.
 
     The files that an earlier copy left on such a node are counted as missing.
     """

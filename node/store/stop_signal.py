@@ -27,7 +27,7 @@ class StopSignal:
         self._event = threading.Event()
         self._sockets: set[socket.socket] = set()
         self._limits: set[threading.Event] = set()
-        """Those of blocks that run; an event is set once its block is late."""
+        """Limits of blocks that run; an event is set once its block is late."""
         self._lock = threading.Lock()
 
     def set(self) -> None:

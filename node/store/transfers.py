@@ -24,7 +24,7 @@ _PIECE_BYTES: Final = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file that the hub or a peer offers; `hash` None: the offer does not include it."""
+    """A file that the hub or a peer offers; `hash` is None if the offer lacks it."""
 
     path: FilePath
     size: int

@@ -180,7 +180,7 @@ def _silence_stderr() -> None:
 
 
 def _limit_memory(more: int) -> None:
-    """Makes allocations beyond `more` bytes fail; 0: none. Only Linux counts them (RLIMIT_DATA)."""
+    """Makes allocations beyond `more` bytes fail, or none if it is 0. Only Linux counts them."""
     if _STATM.exists():
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         data = int(_STATM.read_text().split()[5]) * resource.getpagesize()

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeVar
@@ -37,6 +37,7 @@ _CRASH_SIGNALS: Final = frozenset(
 _BUSY: Final = frozenset((psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP, psutil.STATUS_WAKING))
 """States in which a process waits for a processor or a disk: it is slow and does not hang."""
 _MIN_LOOKS: Final = 10
+"""Fewer looks without CPU time between them prove no hang."""
 _PREPARATIONS: Final[Mapping[Kind, Kind]] = {"grammar": "table", "image": "images"}
 """Work of seconds that is done once, and must not count for the first request that needs it."""
 _BACKSTOP_S: Final = 3
@@ -175,13 +176,10 @@ class HelperProcess:
 
         Raises HelperLost for a process that hangs.
         """
-        loop, idleness = asyncio.get_running_loop(), _Idleness(self._usage, limits.idle_s)
-        began, cpu_before, budget = loop.time(), self._cpu_s(), limits.cpu_s
-        while not (await asyncio.wait([answer], timeout=limits.look_s))[0]:
-            cpu_s, now = self._cpu_s(), loop.time()
+        began, cpu_before = asyncio.get_running_loop().time(), self._cpu_s()
+        budget = limits.cpu_s
+        async for cpu_s, now in self._looks(answer, limits.idle_s):
             used = cpu_s - cpu_before
-            if idleness.is_hang(cpu_s, now):
-                raise HelperLost(f"did nothing for {limits.idle_s:g} s")
             if disconnected.is_set():
                 budget = min(budget, used + limits.grace_s) if budget == limits.cpu_s else budget
             if used > budget or now - began > limits.wall_s:
@@ -197,15 +195,35 @@ class HelperProcess:
 
     async def _while_starting(self, step: Awaitable[T]) -> T:
         """Waits for a step. Raises HelperLost if the process hangs meanwhile."""
-        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(step)
-        idleness = _Idleness(self._usage, self._limits.start_idle_s)
+        task = asyncio.ensure_future(step)
         try:
-            while not (await asyncio.wait([task], timeout=self._limits.look_s))[0]:
-                if idleness.is_hang(self._cpu_s(), loop.time()):
-                    raise HelperLost(f"did nothing for {self._limits.start_idle_s:g} s")
+            async for _ in self._looks(task, self._limits.start_idle_s):
+                pass
             return await task
         finally:
             _ = task.cancel()
+
+    async def _looks(
+        self, task: "asyncio.Future[T]", idle_s: float
+    ) -> AsyncGenerator[tuple[float, float]]:
+        """The process's CPU seconds and the time at each look, until the task is done.
+
+        Raises HelperLost for a process that neither used CPU time for `idle_s` nor waits for a
+        processor or a disk.
+        """
+        now, last_s, since, looks = asyncio.get_running_loop().time, -1.0, 0.0, 0
+        while not (await asyncio.wait([task], timeout=self._limits.look_s))[0]:
+            if (cpu_s := self._cpu_s()) != last_s:
+                last_s, since, looks = cpu_s, now(), 0
+            looks += 1
+            if looks > _MIN_LOOKS and now() - since >= idle_s and not self._is_busy():
+                raise HelperLost(f"did nothing for {idle_s:g} s")
+            yield cpu_s, now()
+
+    def _is_busy(self) -> bool:
+        with contextlib.suppress(psutil.Error):
+            return self._usage.status() in _BUSY
+        return True  # it has just ended
 
     def _cpu_s(self) -> float:
         with contextlib.suppress(psutil.Error):
@@ -237,29 +255,6 @@ class HelperProcess:
                 self.process.kill()
         _ = await self.process.wait()
         _ = await asyncio.wait([self._stderr])
-
-
-class _Idleness:
-    """Detects that a process with an open request has used no CPU time for too long."""
-
-    def __init__(self, usage: psutil.Process, limit_s: float) -> None:
-        self._usage = usage
-        self._limit_s = limit_s
-        self._cpu_s = -1.0
-        self._since = 0.0
-        self._looks = 0
-
-    def is_hang(self, cpu_s: float, now: float) -> bool:
-        """Whether the process hangs. Call it at each look: too few looks prove nothing."""
-        if cpu_s != self._cpu_s:
-            self._cpu_s, self._since, self._looks = cpu_s, now, 0
-            return False
-        self._looks += 1
-        if self._looks < _MIN_LOOKS or now - self._since < self._limit_s:
-            return False
-        with contextlib.suppress(psutil.Error):
-            return self._usage.status() not in _BUSY
-        return False
 
 
 async def again_if_lost(attempt: Callable[[], Awaitable[T]]) -> T:

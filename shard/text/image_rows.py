@@ -33,7 +33,7 @@ class PreparedImage:
     std: tuple[float, ...]
     """One for each colour; for numbers from 0 to 1."""
     line_ends: tuple[int, ...] = ()
-    """The ids whose embeddings end each line of its rows, and the last one; empty: nothing does."""
+    """The ids whose embeddings end each line of its rows, and the last one; or empty."""
 
     @property
     def ids(self) -> list[int]:
@@ -56,10 +56,8 @@ def vision_in(folder: Path) -> Vision | None:
 
 def image_frame(folder: Path, tokenizer: Any) -> tuple[str, str] | None:
     """The token that a chat template writes for an image, and the text that Gemma 3's processor
-    puts in its place before a prompt is tokenised: newlines join those around them.
-
-    None: placeholders stay as the template writes them.
-    """
+    puts in its place before a prompt is tokenised: newlines join those around them. None if
+    placeholders stay as the template writes them."""
     vision = vision_in(folder)
     if vision is None or vision.frame is None:
         return None

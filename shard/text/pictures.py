@@ -33,8 +33,8 @@ _DEEP: Final = ("I", "I;16", "I;16L", "I;16B", "I;16N")
 _STRIP: Final = 1 << 20
 """Pixels that are converted to RGB at a time, which takes several times their bytes."""
 MAX_SCANS: Final = 100
-"""Of a JPEG, whose decoder passes over all pixels for each: encoders write 10 scans, or some dozens
-where they try to save bytes."""
+"""The most scans of a JPEG, whose decoder passes over all pixels for each. Encoders write 10, or
+some dozens where they try to save bytes."""
 MAX_SCANNED_PIXELS: Final = 1 << 30
 """Scans times pixels: 16 scans of the largest image."""
 _MAX_JPEG_MARKERS: Final = 10_000
@@ -92,7 +92,7 @@ class PictureProcessor:
 
 
 def _line_ends(marks: Mapping[str, Any], id_of: Callable[[str], object]) -> tuple[int, int] | None:
-    """The ids at the ends of a line and of an image; None: the tokenizer has none."""
+    """The ids at the ends of a line and of an image, or None if the tokenizer has none."""
     usual = {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
     line, last = (id_of(str(marks.get(name, token))) for name, token in usual.items())
     return (line, last) if type(line) is int and type(last) is int and line != last else None

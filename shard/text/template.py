@@ -52,7 +52,7 @@ class TemplateOptions:
     thinking: bool | None = None
     budget: int = 0
     insists: Sequence[str] | None = None
-    """Tools of which the answer must call one, by name; empty: any tool; None: no call."""
+    """Tools of which the answer must call one, by name, or any if empty. None requires no call."""
 
 
 def options_of(fields: Mapping[str, Any]) -> TemplateOptions:

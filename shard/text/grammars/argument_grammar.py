@@ -165,14 +165,14 @@ class ValueRules:
         text = f"({' & '.join([text, *(f'~({each})' for each in exclusions)])})"
         for terminal in strings.terminals:
             self._write(terminal)
-        before, _, behind = self._closing.partition(word)
+        before, _, after_it = self._closing.partition(word)
         token = self._words.token(word)
         end = before if token else self._closing
         terminal = self._add_rule("TEXT", f"{text} {quoted(end)}" if end else text)
         # A text that ends with the first closing word needs no exclusion, which is expensive for
         # long ones.
         rule = self._add_rule("text", terminal, "" if exact or token else "[lazy]")
-        tail = [token, quoted(behind)] if behind else [token]
+        tail = [token, quoted(after_it)] if after_it else [token]
         return " ".join([rule, *tail]) if token else rule
 
 

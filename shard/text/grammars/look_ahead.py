@@ -113,9 +113,9 @@ def _complement(inner: str, pattern: str) -> str:
 def _not_begun(atoms: list[str], *, whole: bool) -> str:
     """The expression of texts that do not begin with `atoms`, or are others than them."""
     first, *others = atoms
-    behind = "(?s:.+)" if whole else ""
-    behind = _not_begun(others, whole=whole) if others else behind
-    kept = f"|{first}{behind}" if behind else ""
+    following = "(?s:.+)" if whole else ""
+    following = _not_begun(others, whole=whole) if others else following
+    kept = f"|{first}{following}" if following else ""
     return f"(?:{_others(first)}{_REST}{kept})?"
 
 

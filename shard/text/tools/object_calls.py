@@ -157,9 +157,9 @@ class ObjectScanner(Scanner):
     def _quoted(self) -> Iterator[Scan]:
         """A quote ends a string only before what may follow one. Where a string cannot escape it,
         strings within it have quotes, too: each that begins one there has another that ends it."""
-        behind = r"[,}\])]" if not self._is_nested else r"[,}\]):]"
+        after_it = r"[,}\])]" if not self._is_nested else r"[,}\]):]"
         ends = rf"|{self._objects.end}" + (r"|\Z" if self._has_ended else "")
-        close = self._match(rf"{re.escape(self._quote)}(?=\s*+(?:{behind}{ends}))")
+        close = self._match(rf"{re.escape(self._quote)}(?=\s*+(?:{after_it}{ends}))")
         is_quote = close is None and self.rest.startswith(self._quote)
         if is_quote and not self._dialect.escapes and self._before in tuple(":[,{"):
             self._inner += 1

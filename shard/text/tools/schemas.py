@@ -63,7 +63,8 @@ class SchemaDocument:
         """
         if "$ref" in fields:
             yield self._target(fields["$ref"])
-        yield from _schemas(fields.get("allOf"))
+        if isinstance(parts := fields.get("allOf"), list):
+            yield from cast("list[object]", parts)
 
     def _target(self, reference: object) -> object:
         if not isinstance(reference, str) or not reference.startswith("#"):
@@ -157,10 +158,6 @@ def declared_kinds(fields: Mapping[str, Any]) -> frozenset[Kind]:
         kinds |= {"integer"}
     values = constants(fields)
     return kinds if values is None else kinds & {kind_of(value) for value in values}
-
-
-def _schemas(value: object) -> list[object]:
-    return cast("list[object]", value) if isinstance(value, list) else []
 
 
 def any_of(schemas: list[object]) -> object:
