@@ -11,12 +11,10 @@ cpu_products.py: float32 products on Linux CPUs in place of MLX's BLAS
 cuda.py: runs a kernel
 first_choices.py: ways of choosing tokens, each run once while a model loads
 fused.py: parts of decoder layers in fewer launches
-fused_choice.py: chooses the parts of layers that compute in fewer launches
 fused_code.py: a private folder for the code that MLX compiles
 gated_delta.py: the recurrence of a gated delta layer, and the layer around it
 install.py: installs all of them in a loaded model
 kernel_choice.py: chooses the CUDA kernel of each layer
-layer_choice.py: chooses the decoder layers that are traced
 layers.py: decoder layers that are traced once for each number of rows
 product.py: products of a few rows with dense weights and those of 4 and 8 bits
 row_attention.py: attention of a few rows in kernels of our own

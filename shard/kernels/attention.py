@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
 import mlx.core as mx
-from mlx import nn
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
@@ -111,13 +110,3 @@ def make_room(cache: KVCache, rows: int, sizes: tuple[int, int, int], dtype: mx.
     cache.keys = mx.concatenate([*keys, spare], axis=2)
     values = [] if cache.values is None else [cache.values[..., : cache.offset, :]]
     cache.values = mx.concatenate([*values, spare], axis=2)
-
-
-def may_use_cudnn(head: int, dtype: mx.Dtype) -> bool:
-    """Whether MLX may take cuDNN for a single row, given the size of a head."""
-    return head <= 128 and dtype in (mx.float16, mx.bfloat16)
-
-
-def can_stand_in(module: nn.Module) -> bool:
-    """Whether `SingleRowAttention` can replace the class of `module`."""
-    return type(module) is Qwen3NextAttention

@@ -6,10 +6,21 @@ from typing import Any, Final, cast
 import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.cache import KVCache
+from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
 from . import attention, row_attention
 from .product import JointProducts
-from .trial import FEW, Clock, KernelChoice, Trial, choice, pays, random_rows, try_kernel
+from .trial import (
+    FEW,
+    Clock,
+    KernelChoice,
+    Trial,
+    choice,
+    group_modules,
+    pays,
+    random_rows,
+    try_kernel,
+)
 
 _CONTEXTS: Final = (24, 1100)
 """Context lengths at which attention is compared: MLX changes its kernel at 1,024 rows."""
@@ -17,10 +28,11 @@ _CONTEXTS: Final = (24, 1100)
 
 def choose_attention(modules: Sequence[nn.Module], clock: Clock) -> list[KernelChoice]:
     """Chooses for each kind of heads. Call it after the products, which attention contains."""
-    kinds: dict[row_attention.AttentionHeads, list[Any]] = {}
-    for module in modules:
-        if attention.can_stand_in(module):
-            kinds.setdefault(row_attention.heads_of(module), []).append(module)
+
+    def kind_of(module: Any) -> row_attention.AttentionHeads | None:
+        return row_attention.heads_of(module) if type(module) is Qwen3NextAttention else None
+
+    kinds = group_modules(modules, kind_of)
     return [each for kind, layers in kinds.items() for each in _choose_for(kind, layers, clock)]
 
 
@@ -32,9 +44,8 @@ def _choose_for(
         trial = Trial(len(layers), why)
     else:
         trial = _try_own(kind, layers, clock)
-        if pays([trial]):
-            return [choice(name, shape, trial, used=True)]
-    return [choice(name, shape, trial, used=False), _choose_single_rows(shape, layers)]
+    chosen = choice(name, shape, trial)
+    return [chosen] if chosen.used else [chosen, _choose_single_rows(shape, layers)]
 
 
 def _try_own(kind: row_attention.AttentionHeads, layers: list[Any], clock: Clock) -> Trial:
@@ -71,7 +82,8 @@ def _try_own(kind: row_attention.AttentionHeads, layers: list[Any], clock: Clock
 def _choose_single_rows(shape: str, layers: list[Any]) -> KernelChoice:
     """Chooses MLX's kernels a row at a time if a block's rows differ from single steps."""
     first = layers[0]
-    cudnn = attention.may_use_cudnn(first.head_dim, first.q_norm.weight.dtype)
+    # MLX may take cuDNN for a single row.
+    cudnn = first.head_dim <= 128 and first.q_norm.weight.dtype in (mx.float16, mx.bfloat16)
     if not cudnn and _rows_agree(first):
         reason = "its rows are those of single steps here"
         return KernelChoice("attention", shape, len(layers), False, reason)

@@ -11,8 +11,8 @@ from ...mtp.families.taped_gated_delta import TapedGatedDelta
 from . import gated_delta, product, unpacked
 from .attention_choice import choose_attention
 from .cuda import available
-from .fused_choice import fuse
-from .layer_choice import trace_layers
+from .fused import fuse
+from .layers import trace_layers
 from .trial import (
     FEW,
     Clock,
@@ -20,6 +20,7 @@ from .trial import (
     Run,
     Trial,
     choice,
+    group_modules,
     pays,
     random_rows,
     try_kernel,
@@ -53,13 +54,13 @@ def choose_kernels(
 
 
 def _choose_recurrences(modules: Sequence[nn.Module], clock: Clock) -> list[KernelChoice]:
-    groups: dict[tuple[gated_delta.Sizes, int, int], list[TapedGatedDelta]] = {}
-    for module in modules:
-        if isinstance(module, TapedGatedDelta):
-            m: Any = module
-            dtype = m.conv1d.weight.dtype
-            sizes = gated_delta.Sizes(m.num_k_heads, m.num_v_heads, m.head_k_dim, dtype)
-            groups.setdefault((sizes, m.head_v_dim, m.conv_kernel_size), []).append(module)
+    def kind(m: Any) -> tuple[gated_delta.Sizes, int, int] | None:
+        if not isinstance(m, TapedGatedDelta):
+            return None
+        heads, dtype = (m.num_k_heads, m.num_v_heads, m.head_k_dim), m.conv1d.weight.dtype
+        return gated_delta.Sizes(*heads, dtype), m.head_v_dim, m.conv_kernel_size
+
+    groups = group_modules(modules, kind)
     return [_choose_recurrence(*key, layers, clock) for key, layers in groups.items()]
 
 
@@ -74,10 +75,11 @@ def _choose_recurrence(
     parameters = [_parameters_of(m) for m in layers]
     ours, stock = _recurrence_runs(kernel, sizes, layers, parameters)
     trial = try_kernel(ours, stock, len(layers), sizes.dtype, clock)
-    if used := pays([trial]):
+    chosen = choice(name, shape, trial)
+    if chosen.used:
         for module, each in zip(layers, parameters, strict=True):
             module.kernel, module.fixed = kernel, each
-    return choice(name, shape, trial, used=used)
+    return chosen
 
 
 def _parameters_of(module: Any) -> gated_delta.DeltaParameters:
@@ -157,16 +159,14 @@ def _choose_unpacking(layers: Sequence[nn.Module]) -> list[KernelChoice]:
     """Sets the product of many rows in the layers that have a kernel for a few."""
     quantised = [each for each in layers if isinstance(each, product.RowsQuantizedLinear)]
     layers_to_unpack = [each for each in quantised if unpacked.fits(each)]
+    if not layers_to_unpack:
+        return []
     unpacking = unpacked.Unpacking()
     for layer in layers_to_unpack:
         layer.unpacking = unpacking
     shape = f"product of more than {product.MAX_ROWS} rows"
     why = "not timed here, where MLX's would first be compiled for half a minute"
-    return (
-        [KernelChoice("unpacked_product", shape, len(layers_to_unpack), True, why)]
-        if layers_to_unpack
-        else []
-    )
+    return [KernelChoice("unpacked_product", shape, len(layers_to_unpack), True, why)]
 
 
 def _try_product(

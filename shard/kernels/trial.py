@@ -4,12 +4,14 @@ A kernel passes if its numbers are the same within a tolerance, its rows do not 
 other, and it takes no more time. The clock is a parameter.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Any, Final, TypeVar, cast
 
 import mlx.core as mx
+from mlx import nn
 
+Key = TypeVar("Key", bound=Hashable)
 Clock = Callable[[], float]
 Run = Callable[[int, int], Sequence[mx.array]]
 """Computes some rows (axis 1) with one of several equal layers: run(rows, layer). Lazy."""
@@ -77,12 +79,24 @@ def pays(trials: Sequence[Trial]) -> bool:
     return bool(sound) and own <= SLACK * sum(each.layers * sum(each.other) for each in sound)
 
 
-def choice(kernel: str, shape: str, trial: Trial, *, used: bool) -> KernelChoice:
-    """The choice that follows from a trial; `used` is the result of `pays`."""
+def choice(kernel: str, shape: str, trial: Trial, *, used: bool | None = None) -> KernelChoice:
+    """The choice that follows from a trial. `used`: whether it `pays` beside others, if any."""
     if trial.fault:
         return KernelChoice(kernel, shape, trial.layers, False, trial.fault)
+    used = pays([trial]) if used is None else used
     slower = "" if used else "slower over the model's layers: "
     return KernelChoice(kernel, shape, trial.layers, used, slower + trial.figures)
+
+
+def group_modules(
+    modules: Sequence[nn.Module], key: Callable[[Any], Key | None]
+) -> dict[Key, list[Any]]:
+    """Groups the modules by their key; those whose key is None are left out."""
+    groups: dict[Key, list[Any]] = {}
+    for module in modules:
+        if (kind := key(module)) is not None:
+            groups.setdefault(kind, []).append(module)
+    return groups
 
 
 def relative_error(expected: mx.array, actual: mx.array) -> float:

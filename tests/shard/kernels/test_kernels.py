@@ -24,7 +24,6 @@ from exo_node.shard.kernels import (
     attention,
     gated_delta,
     kernel_choice,
-    layer_choice,
     layers,
     product,
     trial,
@@ -163,7 +162,7 @@ def test_layers_are_traced_where_their_mixer_has_kernels(
     deltas = delta_layers(model)
     attention_layer: Any = model.layers[3]
     attention_layer.self_attn.kernel = object()  # of a trial that our attention lost
-    [chosen] = layer_choice.trace_layers([*model.layers], clock())
+    [chosen] = layers.trace_layers([*model.layers], clock())
     assert chosen.used and chosen.layers == len(deltas) == 3
     assert all(type(layer) is layers.RowsLayer35 for layer in deltas)
     assert type(attention_layer) is qwen3_5.DecoderLayer
@@ -183,7 +182,7 @@ def test_a_trace_with_other_bits_is_not_used(
 
     monkeypatch.setattr(mx, "compile", other)
     deltas = delta_layers(model)
-    [chosen] = layer_choice.trace_layers([*model.layers], clock())
+    [chosen] = layers.trace_layers([*model.layers], clock())
     assert not chosen.used and "bits" in chosen.reason
     assert all(type(layer) is qwen3_5.DecoderLayer for layer in deltas)
 
@@ -192,9 +191,9 @@ def test_the_gpu_begins_before_the_last_layer_is_built(
     model: qwen3_5.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mx, "compile", as_it_is)
-    monkeypatch.setattr(layer_choice, "_LAYERS_PER_EVAL", 2)
+    monkeypatch.setattr(layers, "_LAYERS_PER_EVAL", 2)
     _ = delta_layers(model)
-    _ = layer_choice.trace_layers([*model.layers], clock())
+    _ = layers.trace_layers([*model.layers], clock())
     evaluated: list[mx.array] = []
     monkeypatch.setattr(mx, "async_eval", evaluated.append)
     for ids, evaluations in (([5], 0), ([5, 6], 1)):
