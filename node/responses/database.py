@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 
 from ...placement.errors import ResponsesUnavailable
 from ..machine.private_files import create_private
-from .tables import SCHEMA, SHARES_INDEX, UPGRADE, VERSION
+from .tables import SCHEMA, VERSION
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -208,12 +208,13 @@ class FileDatabase(Database):
 
 
 def _prepare(connection: sqlite3.Connection) -> None:
-    """Checks the version of an open file, and makes the tables of a new or older one."""
+    """Checks the version of an open file, and makes the tables of a new one."""
     version: int = connection.execute("PRAGMA user_version").fetchone()[0]
-    if version > VERSION:
+    if version not in (0, VERSION):
+        is_newer = version > VERSION
+        age, remedy = ("a newer", "update this one, or move") if is_newer else ("an older", "move")
         raise ResponsesUnavailable(
-            f"the data folder's {FILE} is from a newer exo-node; update this one, or move the "
-            "file away"
+            f"the data folder's {FILE} is from {age} exo-node; {remedy} the file away"
         )
     # Deleted text is overwritten, and the file becomes smaller again.
     for pragma in (
@@ -225,10 +226,8 @@ def _prepare(connection: sqlite3.Connection) -> None:
         _ = connection.execute(f"PRAGMA {pragma}")
     if version == 0:
         _ = connection.execute("PRAGMA auto_vacuum = FULL")
-    if version < VERSION:
-        tables = f"{UPGRADE if version else SCHEMA}PRAGMA user_version = {VERSION};"
+        tables = f"{SCHEMA}PRAGMA user_version = {VERSION};"
         _ = connection.executescript(f"BEGIN IMMEDIATE;{tables}COMMIT;")
-    _ = connection.execute(SHARES_INDEX)
 
 
 def _take_error(ended: "asyncio.Future[Value]") -> None:

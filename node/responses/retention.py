@@ -65,39 +65,25 @@ def retain(
     for (id,) in too_old:
         if id not in live:
             delete_response(connection, id)
-    shares = dict[str, _Share]()
-    for measure, used, most in (
-        ("bytes", _used_bytes, limits.bytes),
-        ("number", _number, limits.number),
-    ):
+    for cost, used, most in ((_SIZE, _used_bytes, limits.bytes), ("1", _number, limits.number)):
         # A hundredth more goes at a time, since the shares are sums over all responses.
-        goal = most - most // 100 if used(connection) > most else most
+        goal, shares = most - most // 100 if used(connection) > most else most, dict[str, int]()
         while used(connection) > goal:
-            shares = shares or _shares(connection)
-            if not _delete_one(connection, shares, measure, most, live, writer):
+            shares = shares or _shares(connection, cost)
+            if not _delete_one(connection, shares, cost, most, live, writer):
                 break
 
 
-@dataclass(slots=True)
-class _Share:
-    """The stored responses of an owner."""
-
-    bytes: int
-    number: int
-
-    def of(self, measure: str) -> int:
-        return self.bytes if measure == "bytes" else self.number
-
-
-def _shares(connection: sqlite3.Connection) -> dict[str, _Share]:
-    rows = connection.execute(f"SELECT owner, sum({_SIZE}), count(*) FROM response GROUP BY owner")
-    return {owner: _Share(size, number) for owner, size, number in rows}
+def _shares(connection: sqlite3.Connection, cost: str) -> dict[str, int]:
+    """The sums by owner of what each response costs."""
+    rows = connection.execute(f"SELECT owner, sum({cost}) FROM response GROUP BY owner")
+    return dict(rows.fetchall())
 
 
 def _delete_one(
     connection: sqlite3.Connection,
-    shares: dict[str, _Share],
-    measure: str,
+    shares: dict[str, int],
+    cost: str,
     most: int,
     live: Collection[str],
     writer: str | None,
@@ -106,22 +92,20 @@ def _delete_one(
 
     Raises ResponsesUnavailable if the writer is such an owner.
     """
-    owners = sorted(shares, key=lambda owner: shares[owner].of(measure), reverse=True)
-    fair = min(most // max(1, len(owners)), shares[owners[0]].of(measure)) if owners else 0
-    greedy = [owner for owner in owners if shares[owner].of(measure) >= fair]
+    owners = sorted(shares, key=lambda owner: -shares[owner])
+    fair = min(most // max(1, len(owners)), max(shares.values(), default=0))
+    greedy = [owner for owner in owners if shares[owner] >= fair]
     for owner in greedy:
         candidates = connection.execute(
-            f"SELECT id, {_SIZE} FROM response WHERE owner = ?"
+            f"SELECT id, {cost} FROM response WHERE owner = ?"
             " ORDER BY status != 'failed', created, rowid LIMIT ?",
             (owner, len(live) + 1),
         ).fetchall()
         for id, size in candidates:
-            if id in live:
-                continue
-            delete_response(connection, id)
-            shares[owner].bytes -= size
-            shares[owner].number -= 1
-            return True
+            if id not in live:
+                delete_response(connection, id)
+                shares[owner] -= size
+                return True
     if writer not in greedy:
         return False
     raise ResponsesUnavailable(

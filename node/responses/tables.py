@@ -13,14 +13,9 @@ from typing import Any, Final, Literal, NamedTuple, cast
 
 from ...placement.errors import ResponsesUnavailable
 
-VERSION: Final = 2
+VERSION: Final = 3
 """`PRAGMA user_version` of the file."""
-_INDEXES: Final = """
-CREATE INDEX chunk_previous ON chunk (previous);
-CREATE INDEX response_input ON response (input);
-CREATE INDEX response_output ON response (output);
-"""
-SCHEMA: Final = f"""
+SCHEMA: Final = """
 CREATE TABLE response (
     id TEXT PRIMARY KEY,
     owner TEXT NOT NULL,
@@ -38,28 +33,12 @@ CREATE TABLE chunk (
     items BLOB NOT NULL,
     previous INTEGER REFERENCES chunk (id)
 );
-{_INDEXES}"""
+CREATE INDEX chunk_previous ON chunk (previous);
+CREATE INDEX response_input ON response (input);
+CREATE INDEX response_output ON response (output);
+CREATE INDEX response_share ON response (owner, status != 'failed', created);
+"""
 """`created`: Unix seconds. A chunk's id is greater than that of its `previous`."""
-UPGRADE: Final = f"""
-ALTER TABLE chunk ADD COLUMN previous INTEGER REFERENCES chunk (id);
-UPDATE chunk SET previous = (
-    SELECT before.chunk FROM history AS own JOIN history AS before
-    ON before.response = own.response AND before.position = own.position - 1
-    WHERE own.chunk = chunk.id LIMIT 1
-);
-ALTER TABLE response ADD COLUMN input INTEGER REFERENCES chunk (id);
-ALTER TABLE response ADD COLUMN output INTEGER REFERENCES chunk (id);
-UPDATE response SET
-    input = (SELECT chunk FROM history WHERE response = id AND position = inputs - 1),
-    output = (SELECT chunk FROM history WHERE response = id AND position = inputs);
-ALTER TABLE response DROP COLUMN inputs;
-DROP TABLE history;
-{_INDEXES}"""
-"""Makes these tables of version 1, whose `history` listed all chunks of each response's
-conversation, with `inputs` of them before its own output."""
-
-SHARES_INDEX: Final = """
-CREATE INDEX IF NOT EXISTS response_share ON response (owner, status != 'failed', created)"""
 RUNNING: Final = ("queued", "in_progress")
 """The statuses of a response that has not ended."""
 Json = dict[str, Any]

@@ -6,6 +6,7 @@ all where it is false.
 """
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from ....placement.ids import RequestId
 from ....proto import peer_pb2 as pb
 from ....proto.fields import changed
 from ...responses.store import NewResponse
+from ...responses.tables import ItemPlace, Json
 from ..http.bodies import (
     MAX_HISTORY,
     StrictBody,
@@ -33,10 +35,10 @@ from ..http.dialects import RESPONSES_PATH, RESPONSES_PREFIX, Exchange
 from ..http.long_bodies import json_response
 from ..http.routes import ApiRoute
 from ..http.sse import EventStream
+from ..http.strict_json import encode
 from ..shared.answering import Answering, of_client
 from ..shared.sampling_schema import generation
 from ..shared.structured_schema import one_grammar
-from .response_items import Json, place_of, stored_items
 from .response_renderer import ResponseRenderer
 from .response_run import ResponseRun
 from .response_runs import NO_RUNS, ResponseRuns, owner_of, read_run
@@ -243,3 +245,24 @@ async def _with_first(first: bytes, frames: AsyncGenerator[bytes]) -> AsyncGener
         yield first
         async for frame in frames:
             yield frame
+
+
+def stored_items(items: list[Json], response: str) -> list[Json]:
+    """Items as they are kept: each has an id, by which lists continue, and arguments are text,
+    whose lists and objects no continuation has to parse."""
+    prefix = response.replace("resp_", "msg_", 1)
+    kept = list[Json]()
+    for number, item in enumerate(items):
+        own = {"id": item.get("id") or f"{prefix}_{number}"}
+        if not isinstance(arguments := item.get("arguments"), str | None):
+            own["arguments"] = encode(arguments).decode()
+        kept.append({**item, **own})
+    return kept
+
+
+def place_of(item: str) -> ItemPlace | None:
+    """The response that gave an item this id, and the part of it; None: no response did."""
+    found = re.fullmatch(r"(item|msg)_([0-9a-f]+)_[0-9]+", item)
+    if found is None:
+        return None
+    return ItemPlace(f"resp_{found[2]}", "output" if found[1] == "item" else "input")

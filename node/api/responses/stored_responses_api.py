@@ -2,30 +2,73 @@
 
 import json
 from collections.abc import AsyncGenerator, Mapping
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Literal
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ....placement.errors import InvalidRequest, ResponseNotFound
 from ...responses.store import StoredResponse
+from ...responses.tables import Json
 from ..http.dialects import RESPONSES_PATH
 from ..http.long_bodies import JSON_TYPE, json_response, off_the_loop
 from ..http.routes import ApiRoute, Schema, query_values
 from ..http.sse import EventStream
 from ..shared.answering import Answering
-from .frame_log import FrameLog
-from .response_items import PAGE_QUERY, Page
 from .response_renderer import last_event
-from .response_run import ResponseRun
+from .response_run import FrameLog, ResponseRun
 from .response_runs import NO_RUNS, ResponseRuns, owner_of, read_run
 
 _RETRIEVE_QUERY: Final[Mapping[str, Schema]] = {
     "stream": {"enum": ["true", "false"]},
     "starting_after": {"type": "integer", "minimum": 0},
 }
+_MAX_LIMIT: Final = 100
+_DEFAULT_LIMIT: Final = 20
+_PAGE_QUERY: Final[Mapping[str, Schema]] = {
+    "after": {"type": "string"},
+    "limit": {"type": "integer", "minimum": 1, "maximum": _MAX_LIMIT},
+    "order": {"enum": ["asc", "desc"]},
+}
+Order = Literal["asc", "desc"]
 _WITHOUT_EFFECT: Final = ("include", "include[]", "include_obfuscation")
 """Parameters that clients may send, of what no answer has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """The part of a list that a request asks for. `after`: the id of the item before it."""
+
+    after: str | None
+    limit: int
+    order: Order
+
+    @classmethod
+    def of_query(cls, values: Mapping[str, str]) -> "Page":
+        order: Order = "asc" if values.get("order") == "asc" else "desc"
+        return cls(values.get("after"), int(values.get("limit", _DEFAULT_LIMIT)), order)
+
+    def of(self, items: list[Json]) -> Json:
+        """The list object of the items, which are in the order of the conversation."""
+        ordered = items if self.order == "asc" else items[::-1]
+        begin = 0
+        if self.after is not None:
+            # Clients may send an id twice: the last of them, or a client would never get past it.
+            places = [n for n, item in enumerate(ordered) if item["id"] == self.after]
+            if not places:
+                raise InvalidRequest(
+                    "'after' should be the id of an input item of this response", param="after"
+                )
+            begin = places[-1] + 1
+        data = [_public_item(item) for item in ordered[begin : begin + self.limit]]
+        return {
+            "object": "list",
+            "data": data,
+            "first_id": data[0]["id"] if data else None,
+            "last_id": data[-1]["id"] if data else None,
+            "has_more": begin + self.limit < len(ordered),
+        }
 
 
 class StoredResponsesApi:
@@ -40,7 +83,7 @@ class StoredResponsesApi:
         return [
             ApiRoute("GET", one, self.retrieve, query=_RETRIEVE_QUERY),
             ApiRoute("DELETE", one, self.delete),
-            ApiRoute("GET", f"{one}/input_items", self.input_items, query=PAGE_QUERY),
+            ApiRoute("GET", f"{one}/input_items", self.input_items, query=_PAGE_QUERY),
             ApiRoute("POST", f"{one}/cancel", self.cancel),
         ]
 
@@ -59,7 +102,7 @@ class StoredResponsesApi:
 
     async def input_items(self, request: Request) -> Response:
         id, owner, runs = self._target(request)
-        page = Page.of_query(query_values(request, PAGE_QUERY, _WITHOUT_EFFECT))
+        page = Page.of_query(query_values(request, _PAGE_QUERY, _WITHOUT_EFFECT))
         items = await runs.store.input_items(id, owner)
         return json_response(page.of(items))
 
@@ -134,3 +177,14 @@ def _check_background(*, is_background: bool, action: str) -> None:
             "ends when its client closes the connection",
             param="id",
         )
+
+
+def _public_item(item: Json) -> Json:
+    """An item with the fields that clients expect, which a request may leave out."""
+    item = {"type": "message", **item}
+    if item["type"] != "message" or not isinstance(item.get("content"), str):
+        return item
+    text: Json = {"type": "input_text", "text": item["content"]}
+    if item.get("role") == "assistant":
+        text = {"type": "output_text", "text": item["content"], "annotations": []}
+    return {"status": "completed", **item, "content": [text]}

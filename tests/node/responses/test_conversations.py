@@ -6,7 +6,6 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from stored import add, number_of_chunks, run, store_in
 
 from exo_node.node.responses.database import FILE, FileDatabase
 from exo_node.node.responses.store import EndedResponse, NewResponse, ResponseStore
-from exo_node.node.responses.tables import ItemPlace, pack_json
+from exo_node.node.responses.tables import ItemPlace
 from exo_node.placement.errors import (
     InvalidRequest,
     PreviousResponseNotFound,
@@ -87,77 +86,6 @@ def test_a_response_that_damage_took_the_conversation_of_can_be_deleted(tmp_path
         await add(store, "r3")
 
     run(store_in(tmp_path), use)
-
-
-def test_a_file_of_version_1_becomes_a_new_one_and_loses_nothing(tmp_path: Path) -> None:
-    """`gone` was deleted, and `left` was being answered when the node stopped."""
-    (tmp_path / "responses").mkdir()
-    path = tmp_path / "responses" / FILE
-    histories = {"middle": 4, "last": 6, "left": 5}
-    with closing(sqlite3.connect(path)) as connection:
-        _ = connection.executescript(f"PRAGMA auto_vacuum = FULL;{TABLES_OF_VERSION_1}")
-        for chunk in range(1, 8):
-            items = pack_json([{"content": f"text {chunk}"}])
-            _ = connection.execute("INSERT INTO chunk VALUES (?, ?)", (chunk, items))
-        for id, number in histories.items():
-            status = "in_progress" if id == "left" else "completed"
-            inputs = number if id == "left" else number - 1
-            values = (id, "", int(time.time()), status, False, inputs, pack_json({}), None)
-            _ = connection.execute("INSERT INTO response VALUES (?,?,?,?,?,?,?,?)", values)
-            chunks = [*range(1, number), 7 if id == "left" else number]
-            rows = [(id, position, chunk) for position, chunk in enumerate(chunks)]
-            _ = connection.executemany("INSERT INTO history VALUES (?, ?, ?)", rows)
-        connection.commit()
-
-    async def use(store: ResponseStore) -> None:
-        async def texts(id: str) -> list[str]:
-            return [item["content"] for item in await store.conversation(id, "")]
-
-        assert (await store.get("left", "")).status == "failed"
-        before = [f"text {number}" for number in range(1, 5)]
-        assert await texts("middle") == before
-        assert await texts("last") == [*before, "text 5", "text 6"]
-        assert await texts("left") == [*before, "text 7"]
-        inputs = [item["content"] for item in await store.input_items("last", "")]
-        assert inputs == [*before, "text 5"]
-        await add(store, "next", previous="last")
-        assert await texts("next") == [*before, "text 5", "text 6", "hi", "answer to hi"]
-        for id in ("middle", "next", "last", "left"):
-            await store.delete(id, "")
-        assert number_of_chunks(tmp_path) == 0
-
-    run(store_in(tmp_path), use)
-    assert [each.name for each in path.parent.iterdir()] == [FILE]
-    run(store_in(tmp_path / "responses"), lambda store: add(store, "r1"))
-    assert columns_and_indexes(path) == columns_and_indexes(path.parent / "responses" / FILE)
-
-
-TABLES_OF_VERSION_1 = """
-CREATE TABLE response (
-    id TEXT PRIMARY KEY, owner TEXT NOT NULL, created INTEGER NOT NULL, status TEXT NOT NULL,
-    background INTEGER NOT NULL, inputs INTEGER NOT NULL, body BLOB NOT NULL, events BLOB
-);
-CREATE INDEX response_created ON response (created);
-CREATE TABLE chunk (id INTEGER PRIMARY KEY, items BLOB NOT NULL);
-CREATE TABLE history (
-    response TEXT NOT NULL REFERENCES response (id) ON DELETE CASCADE, position INTEGER NOT NULL,
-    chunk INTEGER NOT NULL REFERENCES chunk (id), PRIMARY KEY (response, position)
-) WITHOUT ROWID;
-CREATE INDEX history_chunk ON history (chunk);
-PRAGMA user_version = 1;
-"""
-
-
-def columns_and_indexes(path: Path) -> list[object]:
-    with closing(sqlite3.connect(path)) as connection:
-        version = connection.execute("PRAGMA user_version").fetchall()
-        names = connection.execute("SELECT name FROM sqlite_master ORDER BY name").fetchall()
-        details = [
-            connection.execute(f"PRAGMA {pragma}({table})").fetchall()
-            for table in ("response", "chunk")
-            for pragma in ("table_info", "foreign_key_list")
-        ]
-    return [version, names, details]
 
 
 LISTS: dict[str, Any] = {"role": "user", "tools": [{"parameters": {"x": [[]] * 30_000}}]}

@@ -222,16 +222,17 @@ def test_one_damaged_text_is_reported_and_the_others_are_read(tmp_path: Path, va
     run(store_in(tmp_path), use)
 
 
-def test_a_file_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("version", "why"), [(2, "an older exo-node"), (9, "a newer exo-node")])
+def test_a_file_of_another_version_is_left_alone(tmp_path: Path, version: int, why: str) -> None:
     run(store_in(tmp_path), lambda store: add(store, "r1"))
     path = tmp_path / "responses" / FILE
     with sqlite3.connect(path) as connection:
-        _ = connection.execute("PRAGMA user_version = 9")
+        _ = connection.execute(f"PRAGMA user_version = {version}")
     before = path.read_bytes()
 
     async def use(store: ResponseStore) -> None:
         for _ in range(2):
-            with pytest.raises(ResponsesUnavailable, match="newer exo-node"):
+            with pytest.raises(ResponsesUnavailable, match=why):
                 await add(store, "r2")
 
     run(store_in(tmp_path), use)
