@@ -41,7 +41,7 @@ class NativeMtp(BaseModel):
     max_k: int = Field(ge=1, le=MAX_K)
     """Drafts a round that a request may ask for, and that adaptive depth may reach."""
     draft_vocabulary: int = Field(default=0, ge=0, le=MAX_VOCAB)
-    """Only ids below this are drafted, which reads less of lm_head; 0: all. Any is lossless."""
+    """Only ids below this are drafted, which reads less of lm_head; all if 0. Any is lossless."""
     hidden: Literal["post_norm", "pre_norm"] = "post_norm"
     """The backbone hidden that feeds the head: after its norm, or (DeepSeek, GLM only) before."""
 
@@ -91,7 +91,7 @@ class Variant(BaseModel):
     repository: str = Field(max_length=200, pattern=rf"^{_NAME}/{_NAME}$")
     bits: int = Field(ge=2, le=8)
     weight_bytes: int | None = Field(default=None, ge=1, le=2**50)
-    """None: not known, estimated from the bits."""
+    """Estimated from the bits if None."""
     head: bool = False
     """It kept the MTP head."""
 
@@ -103,7 +103,7 @@ class ModelCard(BaseModel):
 
     id: ModelId = Field(min_length=1, max_length=200, pattern=r"^[^\s\p{C}]([^\p{C}]*[^\s\p{C}])?$")
     repository: str | None = Field(default=None, max_length=200, pattern=rf"^{_NAME}/{_NAME}$")
-    """On the Hugging Face hub; None: the model is on this machine only."""
+    """On the Hugging Face hub, or None for a model of this machine only."""
     revision: str | None = Field(default=None, max_length=200, pattern=rf"^{_NAME}(/{_NAME})*$")
     # It names a Python module of mlx-lm, so nothing but a plain word may pass.
     model_type: str = Field(max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
@@ -116,22 +116,22 @@ class ModelCard(BaseModel):
     head_dim: Width
     """Width of a key; with latent attention `kv_row_width` decides about the cache."""
     kv_row_width: int = Field(default=0, ge=0, le=MAX_KV_ROW)
-    """Numbers that one token adds to one layer's cache; 0: a key and a value for each KV head."""
+    """Numbers that one token adds to one layer's cache, or 0 for a key and a value a KV head."""
     context_length: int = Field(ge=1, le=MAX_CONTEXT)
     """Tokens, prompt and answer together."""
     weight_bytes: int = Field(ge=1, le=2**50)
     """The whole checkpoint's tensors, as downloaded."""
     tie_word_embeddings: bool = False
     num_experts: int = Field(default=0, ge=0, le=MAX_WIDTH)
-    """Routed experts a layer; 0: dense."""
+    """Routed experts a layer, or 0 for a dense model."""
     num_experts_per_tok: int = Field(default=0, ge=0, le=MAX_WIDTH)
-    """0: not known, counted as all of them."""
+    """Counted as all of them if 0."""
     moe_intermediate_size: int = Field(default=0, ge=0, le=MAX_EXPERT_WIDTH)
-    """Width of one routed expert; 0: not known, counted as the whole layer."""
+    """Width of one routed expert, which counts as the whole layer if this is 0."""
     num_dense_layers: int = Field(default=0, ge=0, le=MAX_LAYERS)
     """Layers of a mixture that have no experts."""
     quantization: int | None = Field(default=None, ge=1, le=8)
-    """Bits a weight in memory; None: `dtype`."""
+    """Bits a weight in memory, or None for `dtype`."""
     fp8: bool = False
     """The file holds its matrices in FP8 blocks, which mlx-lm turns into `dtype` on load."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
@@ -143,7 +143,7 @@ class ModelCard(BaseModel):
     capabilities: tuple[Capability, ...] = Field(default=(), strict=False, max_length=8)
     """The abilities of the model. Lists add those that its chat template shows once it is here."""
     pooling: Pooling | None = None
-    """The hidden state that is an embedding; None: a decoder's last, an encoder's is unknown."""
+    """The hidden state that is an embedding. None is a decoder's last, and unknown of encoders."""
     variants: tuple[Variant, ...] = Field(default=(), strict=False, max_length=32)
 
     @model_validator(mode="after")
@@ -189,7 +189,7 @@ class ModelCard(BaseModel):
 
     @property
     def kv_group_size(self) -> int:
-        """Numbers that share a scale and a bias in quantised caches; 0: there is no such size."""
+        """Numbers that share a scale and a bias in quantised caches, or 0 if no size fits."""
         return next((size for size in (64, 32) if self.head_dim % size == 0), 0)
 
     @property
@@ -199,7 +199,7 @@ class ModelCard(BaseModel):
 
     @property
     def embeds_by(self) -> Pooling | Literal[""]:
-        """The pooling of an embedder; empty: it answers, or nothing says how an encoder pools."""
+        """The pooling of an embedder; empty for other models, and where an encoder has none."""
         if not self.embeds:
             return ""
         return self.pooling or ("" if self.model_type in ENCODERS else "last")

@@ -53,7 +53,7 @@ def prefill_chunk(
 
 
 def prefill_seconds(card: "ModelCard", node: NodeFacts, rows: int) -> float:
-    """One layer, `rows` rows of a prompt; 0: not known, and quick."""
+    """One layer, `rows` rows of a prompt, or 0 if it is not known, but quick."""
     if node.prefill_s > 0:
         return node.prefill_s * rows / MOST
     if node.backend != "cpu":

@@ -50,15 +50,15 @@ class NodeFacts:
     models: frozenset[ModelId] = frozenset()
     """On this node's disk, whole."""
     profile: LayerProfile | None = None
-    """Times of the model that is being placed; None: estimated from bytes and bandwidth."""
+    """Times of the model that is being placed; else they are estimated (`pace.py`)."""
     prefill_s: float = 0.0
-    """A layer's forward over 512 rows of a prompt as this node probed it; 0: not known."""
+    """A layer's forward over 512 rows of a prompt as this node probed it, or 0."""
     measured: tuple[MeasuredLayer, ...] = ()
     """Layers of any models: estimates for one without a profile rest on them."""
     drafts: bool = True
     """Whether its operator lets models draft with their heads."""
     profile_dtype: str = ""
-    """The dtype of `profile`; empty: unknown."""
+    """The dtype of `profile`, or empty if it is unknown."""
     dtype: str = "auto"
     """The operator's choice."""
     float32_products: str = ""
@@ -88,7 +88,7 @@ class ClusterView:
     links: tuple[LinkFacts, ...] = ()
     head: NodeId | None = None
     kv_bits: int | None = None
-    """The head's EXO_KV_BITS; None: as each card says."""
+    """The head's EXO_KV_BITS, or None if each card decides."""
     kv_refusals: tuple[tuple[ModelId, str], ...] = ()
     """Models whose caches a load could not quantise, and why."""
 

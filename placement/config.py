@@ -236,7 +236,7 @@ def _head_dim(look: _Look, facts: Facts) -> int:
 
 
 def _latent(look: _Look) -> int:
-    """Width of the latent that stands for all heads' keys and values; 0: no latent attention."""
+    """Width of the latent that stands for all heads' keys and values, or 0 without one."""
     return look.count("kv_row_width", "kv_lora_rank", limit=MAX_WIDTH, least=0) or 0
 
 

@@ -17,7 +17,7 @@ SHARE = 2
 
 def fitting_context(below: int, fits: Callable[[int], bool]) -> int:
     """The longest context under `below` tokens that fits, of 512, 1,024, 2,048 and the multiples
-    of LEAST; 0: none of them."""
+    of LEAST, or 0 if none of them fits."""
     steps = (512, 1024, 2048, *range(LEAST, below, LEAST))
     contexts = [0, *(step for step in steps if step < below)]
     return contexts[bisect_left(contexts, True, lo=1, key=lambda each: not fits(each)) - 1]

@@ -15,7 +15,7 @@ from .plan import loaded_card, plan, seconds_now
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The best placement in short; `nodes` 0: there is none, and `reason` says why."""
+    """The best placement in short. Without one `nodes` is 0, and `reason` says why."""
 
     nodes: int
     needed_bytes: int
@@ -51,7 +51,7 @@ class Speed:
 def speed_of(
     card: ModelCard, view: ClusterView, stages: Sequence[StageAssignment], dtype: str
 ) -> Speed | None:
-    """The speed of loaded stages, by the figures of `fit`; None: one of their nodes is lost."""
+    """The speed of loaded stages, by the figures of `fit`, or None if a node is lost."""
     nodes = [stage.node for stage in stages]
     if not nodes or not set(nodes) <= {node.id for node in view.nodes}:
         return None

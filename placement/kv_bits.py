@@ -14,7 +14,7 @@ VARIABLE: Final = "EXO_KV_BITS"
 """The variable of a node's setting."""
 
 Choice = Literal[0, 4, 8]
-"""Bits that a setting or a placement may name; 0: caches are not quantised."""
+"""Bits that a setting or a placement may name; 0 quantises no caches."""
 CHOICES: Final[tuple[int, ...]] = get_args(Choice)
 
 Source = Literal["card", "setting", "placement"]
@@ -63,7 +63,7 @@ def choose_kv_bits(card: ModelCard, view: ClusterView, requested: int | None) ->
 
 
 def cached_in(card: ModelCard, bits: int) -> ModelCard:
-    """The card of a placement whose attention caches have so many bits a number; 0: `dtype`."""
+    """The card of a placement whose attention caches have so many bits a number (0 for `dtype`)."""
     own = bits or None
     return card if own == card.kv_bits else card.model_copy(update={"kv_bits": own})
 

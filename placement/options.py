@@ -27,11 +27,11 @@ class PlanOptions:
     exclude: frozenset[NodeId] = frozenset()
     """Nodes that are not used; they need not be live."""
     nodes: tuple[NodeId, ...] = ()
-    """Pinned: all of these are used and no others, in the quickest order; empty: any."""
+    """Pinned: all of these are used and no others, in the quickest order. Any if empty."""
     layers: tuple[tuple[NodeId, int], ...] = ()
     """A split by hand: node and number of layers in pipeline order, the generator first."""
     kv_bits: int | None = None
-    """Bits a number in attention's caches; 0: not quantised; None: by the setting or the card."""
+    """Bits a number in attention's caches, 0 for whole ones, None for the setting's or card's."""
     frugal: bool = False
     """No more memory than it takes: no lengthened context, no float32 where 16 bits would do."""
     shorten: bool = True

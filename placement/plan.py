@@ -155,7 +155,7 @@ def preview(
 
 
 def _fitting_context(request: PlanRequest) -> int:
-    """The longest context below the one that fits nowhere; 0: none is short enough.
+    """The longest context below the one that fits nowhere, or 0.
 
     Where a head may draft, it is not given up for a longer context, down to LEAST.
     """

@@ -17,7 +17,7 @@ class SplitRefusal:
 
     reason: str = ""
     borders: frozenset[int] = frozenset()
-    """The layers that a stage may begin with; none: the model runs on one node only."""
+    """The layers that a stage may begin with. Without any the model runs on one node only."""
 
     def __bool__(self) -> bool:
         return bool(self.reason)

@@ -108,7 +108,7 @@ class Cluster:
         as_head = self._heartbeat() if self.is_head and beat.head == sender else None
         self._record(sender, reached_at, beat)
         if (member := self._members.get(sender)) is not None:
-            member.note_received(time.monotonic())
+            member.reach.received_at = time.monotonic()
         self.dial(address, sender)
         return self._heartbeat() if as_head is None or self.is_head else as_head
 

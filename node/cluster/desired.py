@@ -32,9 +32,9 @@ class Desired:
     """When a person last requested it, 0 where another head was asked: that is older than all that
     happens here. NEVER: an answer used it first."""
     keep_alive_s: float | None = None
-    """How long it stays loaded without use; None: by the setting, or without a setting for ever."""
+    """How long it stays loaded without use. None is the setting, and without one for ever."""
     used_at: float = NEVER
-    """When it was last used or requested; NEVER: not since it was released."""
+    """When it was last used or requested, or NEVER since it was released."""
     removed: bool = False
     """Nothing desires it any more: its answers end, and then it goes."""
 

@@ -82,7 +82,7 @@ class Discovery:
         report: Callable[[DiscoveredPeer], None],
         timing: Timing,
     ) -> None:
-        """`interfaces`: IPv4 addresses to use; None: all, and those that appear later."""
+        """`interfaces`: IPv4 addresses to use, or None for all, also those that appear later."""
         self.failure: str | None = None
         """Why mDNS does not work now; also logged. The node still dials each `--peer`."""
         self.ignored = 0

@@ -21,7 +21,7 @@ class MemberFacts:
     head: str = ""
     """The node that it follows."""
     heard_at: float = inf
-    """When its last heartbeat came; inf: it is this node."""
+    """When its last heartbeat came, or inf if it is this node."""
     alive_since: float = -inf
     """The beginning of its heartbeats without a gap."""
 
@@ -50,7 +50,7 @@ def clock_difference(sent_ms: int, took_s: float, now_s: float) -> ClockDifferen
 
 @dataclass(slots=True)
 class Reach:
-    """When heartbeats last passed, in seconds of a monotonic clock; None: never."""
+    """When heartbeats last passed, in seconds of a monotonic clock, or None for never."""
 
     answered_at: float | None = None
     """The last heartbeat of this node that the other one answered."""
@@ -92,10 +92,6 @@ class Member:
         self.reach.answered_at = now
         if self.beat.sent_ms:
             self.reach.clock = clock_difference(self.beat.sent_ms, took_s, unix_s)
-
-    def note_received(self, now: float) -> None:
-        """Its last heartbeat came to this node's port."""
-        self.reach.received_at = now
 
     def record_heartbeat(self, address: str, beat: pb.Heartbeat, now: float, gap_s: float) -> None:
         """Replaces the last heartbeat and the address. `gap_s`: a longer pause is a gap."""

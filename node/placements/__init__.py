@@ -18,7 +18,7 @@ routing.py: the replica for a new answer; pure
 situation.py: the observed state as questions; pure
 stage_actions.py: loads, connects, pings and ends runners; notes those that are lost
 stage_runners.py: the runners of stages, on this node and others
-stage_specs.py: what a stage's runner is told; the one builder, also of the commands
+stage_specs.py: specifications of stages; the one builder, also of the commands
 stages.py: what a stage's runner is asked, and what placing asks of the node
 state.py: the values that the reconciler reads, and its actions; pure
 turns.py: which answer runs and which waits

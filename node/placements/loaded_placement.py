@@ -118,7 +118,7 @@ class LoadedPlacement:
     is_superseded: bool = False
     """The event that says so was added."""
     pause_since: float = -inf
-    """The failure behind the pause that the last event is about."""
+    """The time of the failure that the last event about a pause names."""
 
     @property
     def plan(self) -> NodePlan:

@@ -27,7 +27,7 @@ class ReplicaRoute:
     source: PlacementId | None = None
     """The replica whose cached state is to be copied first."""
     reason: str = ""
-    """Why this one of several, for a person."""
+    """The reason of the choice, for a person."""
     is_at_home: bool = True
     """No other replica has more of its prompt."""
 

@@ -24,12 +24,12 @@ class StageSettings:
     async_draft_eval: bool = True
     adaptive_draft: bool = True
     strict_rows: int = 0
-    """Strict mode: 0 off; else every decode forward has as many rows, at least max_k + 1."""
+    """Strict mode: rows of every decode forward, at least max_k + 1, or 0 if it is off."""
     default_k: int = 0
-    """EXO_NATIVE_MTP_DEFAULT_K; 0: each card's own."""
+    """EXO_NATIVE_MTP_DEFAULT_K, or 0 for each card's own."""
 
     def rows_for(self, max_k: int) -> int:
-        """Rows of every decode forward of a model that may draft `max_k` tokens; 0: as needed."""
+        """Rows of every decode forward of a model that may draft `max_k` tokens, or 0."""
         return max(max_k + 1, self.strict_rows) if self.strict_rows else 0
 
 

@@ -50,7 +50,7 @@ class Stages(Protocol):
         ...
 
     def near(self, stage: Endpoint) -> Endpoint:
-        """A runner that another node was told of, at the address that is quickest from here."""
+        """The runner at the address that is quickest from here."""
         ...
 
 

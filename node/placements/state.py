@@ -109,7 +109,7 @@ class LiveNode:
     alive_since: float = -inf
     """Since when this head has heard it without a gap."""
     heard_at: float = inf
-    """When it reported this; inf: it is this node, and all is as it is now."""
+    """When it reported this, or inf if it is this node: all is as it is now."""
     stages: Sequence[pb.StageState] | None = field(default=None, compare=False)
     """The runners that it reports, or None if it was not asked."""
 
@@ -132,9 +132,9 @@ class Demand:
     """How long answers have crowded a placement, or none has used it."""
 
     crowded_since: float = inf
-    """Since when it has had several answers at once; inf: it has not."""
+    """Since when it has had several answers at once, or inf if it has not."""
     idle_since: float = inf
-    """Since when it has had no answer; inf: it has one."""
+    """Since when it has had no answer, or inf if it has one."""
     reading_until: float = -inf
     """When the prompts of its answers will have been read, as predicted."""
 
@@ -199,7 +199,7 @@ class PlanningView(Protocol):
         ...
 
     def seconds(self, plan: StagedPlan, nodes: Sequence[NodeId]) -> float:
-        """Predicted seconds a token with the plan's stages on these nodes; inf: not known."""
+        """Predicted seconds a token with the plan's stages on these nodes, or inf."""
         ...
 
     def prompt_seconds(self, plan: StagedPlan, nodes: Sequence[NodeId]) -> float:
@@ -207,7 +207,7 @@ class PlanningView(Protocol):
         ...
 
     def copy_seconds(self, plan: StagedPlan, source: NodeId, target: NodeId, nbytes: int) -> float:
-        """Predicted seconds to copy bytes between two nodes; inf: no link was measured."""
+        """Predicted seconds to copy bytes between two nodes, or inf without a measured link."""
         ...
 
     def lacks_head(self, plan: StagedPlan, generator: StageRunner) -> bool:

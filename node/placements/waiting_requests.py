@@ -23,7 +23,7 @@ class Assignment:
     source: LoadedPlacement | None = None
     """The replica whose cached state is to be copied first."""
     reason: str = ""
-    """Why this one of several, for a person."""
+    """The reason of the choice, for a person."""
 
 
 def _future() -> "asyncio.Future[Assignment]":
@@ -37,7 +37,7 @@ class Waiter:
     model: ModelId
     since: float
     requested: Desired | None = None
-    """The placement that it must get; None: any of its model serves an answer."""
+    """The placement that it must get, or None if any of its model serves an answer."""
     previous: Desired | None = None
     """The desired placement if that one fails."""
     prefixes: Mapping[PlacementId, pb.CachedPrefix] = field(
@@ -133,7 +133,7 @@ class WaitingRequests:
 
 
 def _change(requested: Desired, now: Desired | None) -> str:
-    """The difference between a requested placement and the desired one; empty: there is none."""
+    """The difference between a requested placement and the desired one, if any."""
     if now is None:
         return "removed the model"
     before = _fields(requested)

@@ -2,7 +2,7 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -45,14 +45,14 @@ class Supervisor:
         return pb.LoadReady()
 
 
+def stages_of(settings: Settings, *parts: Fetcher | Supervisor) -> LocalStages:
+    fetcher, supervisor = cast(Any, parts)
+    return LocalStages(settings, fetcher, cast(Any, Profiling()), supervisor)
+
+
 def test_a_peer_does_not_say_where_a_runner_listens_or_reads(tmp_path: Path) -> None:
     supervisor = Supervisor()
-    parts: dict[str, Any] = {
-        "fetcher": Fetcher(),
-        "profiling": Profiling(),
-        "supervisor": supervisor,
-    }
-    stages = LocalStages(Settings(data_dir=tmp_path, prefix_disk_gb=0.5), **parts)
+    stages = stages_of(Settings(data_dir=tmp_path, prefix_disk_gb=0.5), Fetcher(), supervisor)
     foreign = pb.StageSpec(
         model="demo",
         listen=["0.0.0.0", "8.8.8.8"],
@@ -77,12 +77,7 @@ def test_a_peer_does_not_say_where_a_runner_listens_or_reads(tmp_path: Path) -> 
 
 def test_a_stage_that_reads_more_than_was_copied_has_the_whole_model_copied(tmp_path: Path) -> None:
     supervisor, fetcher = Supervisor(), Fetcher()
-    parts: dict[str, Any] = {
-        "fetcher": fetcher,
-        "profiling": Profiling(),
-        "supervisor": supervisor,
-    }
-    stages = LocalStages(Settings(data_dir=tmp_path), **parts)
+    stages = stages_of(Settings(data_dir=tmp_path), fetcher, supervisor)
     spec = pb.StageSpec(model="demo", stage=1, num_stages=2)
     _ = asyncio.run(stages.load(spec, lambda _: None))
     assert fetcher.whole == [False, True]
