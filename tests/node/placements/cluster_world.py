@@ -11,6 +11,7 @@ from math import inf
 from typing import Any, cast
 
 from cards import stage_bytes
+from fakes import FakeFacts, FakeStages
 
 from exo_node.node.cluster.desired import DesiredPlacements
 from exo_node.node.machine.events import EventLog
@@ -18,12 +19,10 @@ from exo_node.node.machine.timing import LAN, Timing
 from exo_node.node.placements.loaded_placement import LoadedPlacement, epoch_from_wire
 from exo_node.node.placements.observations import promised
 from exo_node.node.placements.placements import Placements
-from exo_node.node.placements.stage_specs import StageSettings
 from exo_node.node.placements.state import Epoch, LiveNode
 from exo_node.node.runners.runner_client import Endpoint
 from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import ClusterView, NodeFacts
-from exo_node.placement.drafting import EnabledState
 from exo_node.placement.errors import (
     ExoNodeError,
     HeadGone,
@@ -36,7 +35,6 @@ from exo_node.placement.errors import (
 from exo_node.placement.ids import ModelId, NodeId, PlacementId
 from exo_node.placement.kv_bits import load_refusal, source_of
 from exo_node.placement.library import packaged_cards
-from exo_node.placement.split_refusal import MAY_BE_SPLIT, SplitRefusal
 from exo_node.proto import peer_pb2 as pb
 
 DEMO = packaged_cards()[ModelId("demo")]
@@ -177,6 +175,17 @@ class World:
     def start(self, node: str) -> None:
         self.machines[NodeId(node)].up = True
 
+    def fail_loads(self, count: int, nodes: str = "abcdef") -> None:
+        """The next loads of each of these nodes fail, so many of them."""
+        for machine in self.machines.values():
+            if machine.id in nodes:
+                machine.fails = [LoadFailed("it broke")] * count
+
+    def part(self, nodes: str) -> None:
+        """These nodes reach no others; `""` ends that."""
+        for machine in self.machines.values():
+            machine.side = int(machine.id in nodes)
+
     def take_over(self, node: str) -> Placements:
         """The node leads by heartbeats from before, and hears the others at the next ones."""
         head = self.heads[NodeId(node)]
@@ -308,10 +317,11 @@ def _of(process: Process) -> Epoch:
     return Epoch() if process.epoch is None else epoch_from_wire(process.epoch)
 
 
-class Head:
+class Head(FakeStages, FakeFacts):
     """One node's `Placements`, with the cluster as that node sees it: `Stages` and `Facts`."""
 
     def __init__(self, world: World, id: NodeId) -> None:
+        super().__init__()
         self.world, self.id = world, id
         self.desired = DesiredPlacements(lambda: world.now)
         self.events = EventLog()
@@ -409,9 +419,6 @@ class Head:
             for process in self.world.machines[node].processes.values()
         ]
 
-    def name(self, node: NodeId) -> str:
-        return f"{node}'s name"
-
     def view(self, placing: ModelId) -> ClusterView:
         promises = promised(self.placements.runners)
         alive = [
@@ -434,21 +441,9 @@ class Head:
             kv_refusals=self.world.known_kv_refusals,
         )
 
-    async def require_files(self, model: ModelId) -> None:
-        """Every model is on some disk."""
-
-    def split_refusal(self, model: ModelId) -> SplitRefusal:
-        return MAY_BE_SPLIT
-
     async def card(self, model: ModelId) -> tuple[ModelCard, str]:
         await asyncio.sleep(0)
         return DEMO.model_copy(update={"id": model, "kv_bits": self.world.card_bits}), ""
-
-    def mtp_switch(self, generator: NodeId) -> EnabledState:
-        return EnabledState(True)
-
-    def stage_settings(self, generator: NodeId) -> StageSettings:
-        return StageSettings()
 
     # ------------------------------------------------------------------ Stages
 
@@ -531,9 +526,3 @@ class Head:
             await asyncio.sleep(1.0)
             raise
         return pb.RunnerState()
-
-    async def forget(self, stage: Endpoint) -> None:
-        pass
-
-    def near(self, stage: Endpoint) -> Endpoint:
-        return stage

@@ -163,7 +163,7 @@ def test_one_of_two_replicas_is_removed_by_its_id() -> None:
 
 def test_one_stage_fails_to_load_and_only_that_one_is_tried_elsewhere() -> None:
     async def story(world: World) -> None:
-        world.machines[NodeId("b")].fails = [LoadFailed("it broke")]
+        world.fail_loads(1, "b")
         await placed(world)
         assert world.serving(M) == [["a", "c"]]
         assert loads(world) == 3
@@ -173,15 +173,13 @@ def test_one_stage_fails_to_load_and_only_that_one_is_tried_elsewhere() -> None:
 
 def test_a_model_that_fails_everywhere_is_refused_and_nothing_is_repeated() -> None:
     async def story(world: World) -> None:
-        for machine in world.machines.values():
-            machine.fails = [LoadFailed("it broke")] * 9
+        world.fail_loads(9)
         with pytest.raises(LoadFailed, match="it broke"):
             await placed(world, ALONE)
         before = loads(world)
         await asyncio.sleep(700)
         assert loads(world) == before == 3
-        for machine in world.machines.values():
-            machine.fails = []
+        world.fail_loads(0)
         await placed(world, ALONE)
 
     play_story(story)
@@ -246,8 +244,7 @@ def test_what_served_before_a_load_that_fails_is_loaded_again() -> None:
     async def story(world: World) -> None:
         await placed(world, ALONE)
         await asyncio.sleep(10)
-        for machine in world.machines.values():
-            machine.fails = [LoadFailed("it broke")]
+        world.fail_loads(1)
         with pytest.raises(LoadFailed):
             await placed(world, PAIR)
         await world.until(lambda: world.serving(M), 10)
@@ -455,13 +452,11 @@ def test_replicas_are_known_to_the_next_head() -> None:
 def test_both_sides_of_a_partition_serve_and_one_placement_stays_after_it() -> None:
     async def story(world: World) -> None:
         await placed(world, ALONE)
-        for node in "cd":
-            world.machines[NodeId(node)].side = 1
+        world.part("cd")
         there = world.ask(M, 60, "c")
         await asyncio.sleep(20)
         assert len(world.serving(M)) == 2
-        for node in "cd":
-            world.machines[NodeId(node)].side = 0
+        world.part("")
         await there
         await world.until(lambda: len(world.serving(M)) == 1)
 
@@ -470,12 +465,10 @@ def test_both_sides_of_a_partition_serve_and_one_placement_stays_after_it() -> N
 
 def test_what_was_requested_on_the_losing_side_holds_after_the_partition() -> None:
     async def story(world: World) -> None:
-        for node in "cd":
-            world.machines[NodeId(node)].side = 1
+        world.part("cd")
         await asyncio.sleep(8)
         _ = await world.leader(NodeId("c")).place(N, PAIR)
-        for node in "cd":
-            world.machines[NodeId(node)].side = 0
+        world.part("")
         await asyncio.sleep(60)
         assert world.serving(N) == [["c", "d"]]
 

@@ -88,8 +88,7 @@ def test_a_request_whose_model_is_removed_during_its_load_learns_it() -> None:
 def test_a_superseded_request_leaves_what_the_later_one_desires() -> None:
     async def story(world: World) -> None:
         await placed(world, ALONE)
-        for machine in world.machines.values():
-            machine.fails = [LoadFailed("it broke")] * 9
+        world.fail_loads(9)
         first, second = place(world, PAIR), place(world, replace(PAIR, context=256))
         with pytest.raises(PlacementSuperseded):
             _ = await first
@@ -111,15 +110,13 @@ def test_a_superseded_placement_is_not_loaded_where_the_later_one_fails(
     async def story(world: World) -> None:
         if serves:
             await placed(world, ALONE)
-        for machine in world.machines.values():
-            machine.fails = [LoadFailed("it broke")] * 9
+        world.fail_loads(9)
         requests = [place(world, replace(PAIR, context=context)) for context in (512, 256, 256)]
         waiting = [world.ask(M, 3) for _ in range(answers)]
         outcomes = await asyncio.gather(*requests, return_exceptions=True)
         assert [type(each) for each in outcomes] == [PlacementSuperseded, LoadFailed, LoadFailed]
         _ = await asyncio.gather(*waiting)  # they had the same error
-        for machine in world.machines.values():
-            machine.fails = []
+        world.fail_loads(0)
         await world.until(lambda: len(world.serving(M)) == serves, 10)
         count = loads(world)
         await asyncio.sleep(700)
