@@ -9,7 +9,7 @@ from ..placement.ids import ModelId, NodeId, PlacementId
 from ..proto import peer_pb2 as pb
 from .api.operations.plan_request import named_node
 from .cluster.cluster import Cluster
-from .machine.tasks import cancel
+from .machine.tasks import unless
 from .placements.claims import Claims
 from .rpc.control_client import ControlClient
 from .runners.runner_client import Endpoint
@@ -59,7 +59,14 @@ class ClusterHead:
         try:
             answer = self._client.acquire(self._address(head), head, request)
             async with aclosing(answer) as events:
-                while (event := await _unless(head_lost, events)) is not None:
+                while True:
+                    event = await unless(
+                        asyncio.shield(head_lost),
+                        anext(events, None),
+                        lambda: HeadGone("the head was lost"),
+                    )
+                    if event is None:
+                        return
                     yield event
         except HeadGone:
             self._cluster.send_heartbeats()  # so that its loss, if it is lost, is known sooner
@@ -87,18 +94,3 @@ class ClusterHead:
             return self._cluster.address(head)
         except PeerLost as fault:
             raise HeadGone(fault.message) from fault
-
-
-async def _unless(
-    head_lost: "asyncio.Future[None]", events: AsyncGenerator[pb.AcquireEvent, None]
-) -> pb.AcquireEvent | None:
-    """The next event, None after the last. Raises HeadGone once the head is known to be lost."""
-    following = asyncio.ensure_future(anext(events, None))
-    try:
-        _ = await asyncio.wait([following, head_lost], return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        if not following.done():
-            await cancel([following])
-    if following.cancelled():
-        raise HeadGone("the head was lost")
-    return following.result()

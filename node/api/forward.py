@@ -4,18 +4,19 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, suppress
 from math import inf
 from typing import Any, Protocol
 from urllib.parse import parse_qsl
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...placement.errors import HeadGone, PeerLost, PeerRefused
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
 from ..machine.events import EVENTS_PATH
-from ..machine.tasks import cancel
+from ..machine.tasks import cancel, unless
 from ..machine.timing import Timing
 from .http.dialects import (
     ANSWERING,
@@ -26,7 +27,7 @@ from .http.dialects import (
 )
 from .http.guard import METHODS_WITH_BODY
 from .http.session_api import SESSION_PATH, TICKET_PATH
-from .http.sse import disconnection
+from .http.sse import while_attended
 from .http.strict_json import decode
 from .operations.join_api import JOIN_PREFIX
 from .operations.models_api import MODELS_PREFIX, PULL_PATHS
@@ -168,19 +169,14 @@ class _Passage:
         membership may detect that earlier.
         """
         answer = self._client.http(head, self._request)
-        disconnect = asyncio.create_task(disconnection(self._receive))
-        lost = asyncio.create_task(self._client.until_gone(head))
-        relay = asyncio.create_task(self._relay(answer))
-        tasks = (disconnect, lost, relay)
-        try:
-            _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if relay.done():
-                relay.result()
-            elif not disconnect.done():
-                raise PeerLost(f"node {head} was lost while it answered; try again")
-        finally:
-            await cancel(tasks)
-            await answer.aclose()
+        relay = unless(
+            self._client.until_gone(head),
+            self._relay(answer),
+            lambda: PeerLost(f"node {head} was lost while it answered; try again"),
+        )
+        async with aclosing(answer):
+            with suppress(ClientDisconnect):
+                await while_attended(relay, self._receive)
 
     async def _relay(self, answer: AsyncGenerator[pb.HttpChunk, None]) -> None:
         async for chunk in answer:

@@ -4,9 +4,9 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from .events import EventLog
 from .log import apart
@@ -15,6 +15,7 @@ from .timing import Timing
 log = logging.getLogger(__name__)
 
 Work = Callable[[], Coroutine[Any, Any, None]]
+Value = TypeVar("Value")
 
 
 def background(work: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
@@ -34,6 +35,20 @@ async def cancel(tasks: Iterable["asyncio.Future[Any]"]) -> None:
     for task in tasks:
         _ = task.cancel()
     _ = await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def unless(
+    end: Awaitable[Any], work: Awaitable[Value], error: Callable[[], Exception]
+) -> Value:
+    """The outcome of `work`. Raises `error()` if `end` is done first; neither is left running."""
+    working, ending = asyncio.ensure_future(work), asyncio.ensure_future(end)
+    try:
+        _ = await asyncio.wait((working, ending), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise error()
+        return working.result()
+    finally:
+        await cancel((working, ending))
 
 
 def _log_error(task: "asyncio.Task[None]") -> None:

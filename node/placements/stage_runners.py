@@ -13,6 +13,7 @@ from ..cluster.cluster import Cluster
 from ..cluster.heartbeats import checked
 from ..links.measurements import Profiling
 from ..machine.settings import Settings
+from ..machine.tasks import unless
 from ..machine.timing import Timing
 from ..rpc.channels import Channels
 from ..rpc.control_client import ControlClient
@@ -131,17 +132,8 @@ class ClusterStages(RunnerClient):
 
     async def _unless_gone(self, node: NodeId, load: Awaitable[pb.LoadReady]) -> pb.LoadReady:
         """Awaits a load. Raises PeerLost once the node is lost: gRPC may learn that much later."""
-        loading = asyncio.ensure_future(load)
-        loss = asyncio.ensure_future(self._cluster.until_gone(node))
-        try:
-            _ = await asyncio.wait([loading, loss], return_when=asyncio.FIRST_COMPLETED)
-            if not loading.done():
-                raise PeerLost(f"node {node} was lost while it loaded a stage")
-            return loading.result()
-        finally:
-            for task in (loading, loss):
-                _ = task.cancel()
-            _ = await asyncio.gather(loading, loss, return_exceptions=True)
+        why = f"node {node} was lost while it loaded a stage"
+        return await unless(self._cluster.until_gone(node), load, lambda: PeerLost(why))
 
     async def unload(
         self, node: NodeId, placement: PlacementId, stage: int, *, kill: bool = False

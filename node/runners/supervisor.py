@@ -15,6 +15,7 @@ from typing import Literal
 from ...placement.cluster import layer_range
 from ...placement.errors import InsufficientMemory, LoadFailed, from_code
 from ...proto import peer_pb2 as pb
+from ...proto.fields import filled
 from ...proto.framing import HEAD_BYTES, body_bytes, framed
 from ..machine.log import LineLimit, apart
 from ..machine.settings import LOAD_TIMEOUT_S
@@ -394,30 +395,21 @@ def _placement_state(runner: RunnerProcess) -> pb.StageState:
     public.CopyFrom(spec)
     for field in _OF_THE_MACHINE:
         public.ClearField(field)
-    return pb.StageState(
+    return filled(
+        pb.StageState,
+        state,
         spec=public,
         ready=ready,
-        epoch=state.epoch if state.HasField("epoch") else None,
         placement=spec.placement,
         model=spec.model,
         stage=spec.stage,
         first_layer=spec.first_layer,
         end_layer=spec.end_layer,
+        epoch=state.epoch if state.HasField("epoch") else None,
         status=runner.status,
         weight_bytes=ready.weight_bytes if ready else 0,
         checkpoint_bytes_read=ready.checkpoint_bytes_read if ready else 0,
-        progress=state.progress,
-        cache_bytes=state.cache_bytes,
-        peak_memory_bytes=state.peak_memory_bytes,
-        live_requests=state.live_requests,
         pid=runner.pid,
         cpu_s=runner.serving_cpu_s or 0.0,
         error=runner.error,
-        head_parked=state.head_parked,
-        depth_reason=state.depth_reason,
-        prefix_cache_bytes=state.prefix_cache_bytes,
-        prefix_disk_bytes=state.prefix_disk_bytes,
-        prefix_disk_rows=state.prefix_disk_rows,
-        prefix_memory_rows=state.prefix_memory_rows,
-        prefix_peer_rows=state.prefix_peer_rows,
     )

@@ -7,7 +7,7 @@ from typing import TypeVar
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ....placement.errors import PeerLost
-from ...machine.tasks import cancel
+from ...machine.tasks import unless
 from ...machine.timing import Timing
 
 Value = TypeVar("Value")
@@ -42,7 +42,7 @@ class Drain:
         """Runs what a stopping node waits for. Raises PeerLost if it is cut off."""
         self.running += 1
         try:
-            return await self._until_cut_off(work)
+            return await unless(self._is_cut_off.wait(), work, _cut_off)
         finally:
             self.running -= 1
 
@@ -74,16 +74,9 @@ class Drain:
                 return False
         return True
 
-    async def _until_cut_off(self, request: Awaitable[Value]) -> Value:
-        work = asyncio.ensure_future(request)
-        cut_off = asyncio.ensure_future(self._is_cut_off.wait())
-        try:
-            _ = await asyncio.wait((work, cut_off), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                raise PeerLost(
-                    "this node stops, or starts anew with another cluster key, and waits no longer "
-                    "for this answer; ask another one, or try again"
-                )
-            return work.result()
-        finally:
-            await cancel((work, cut_off))
+
+def _cut_off() -> PeerLost:
+    return PeerLost(
+        "this node stops, or starts anew with another cluster key, and waits no longer for this "
+        "answer; ask another one, or try again"
+    )

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ...machine.tasks import cancel
+from ...machine.tasks import unless
 from .strict_json import encode
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -121,15 +121,7 @@ async def attended(
 async def while_attended(work: Coroutine[Any, Any, Event], receive: Receive) -> Event:
     """The outcome of the work, which is cancelled once the client has disconnected. Raises
     ClientDisconnect then."""
-    working = asyncio.ensure_future(work)
-    disconnect = asyncio.ensure_future(disconnection(receive))
-    try:
-        _ = await asyncio.wait((working, disconnect), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        await cancel((working, disconnect))
+    return await unless(disconnection(receive), work, ClientDisconnect)
 
 
 async def _next(events: AsyncGenerator[Event]) -> tuple[Event] | None:
