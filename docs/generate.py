@@ -5,11 +5,13 @@ dashboard's copy of `docs/clients.md`, which the package cannot take from `docs/
 """
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, cast, get_args
 
+from exo_node.node.api.http.bodies import TolerantBody
 from exo_node.node.api.http.routes import ApiRoute
-from exo_node.node.api.openapi import document, fields_table
+from exo_node.node.api.openapi import Effect, bodies, document, effects
 from exo_node.node.api.operations.operations_api import Operations
 from exo_node.node.api.server import Services, api_routes
 from exo_node.node.api.shared.answering import Answering
@@ -51,6 +53,25 @@ def routes() -> list[ApiRoute]:
 
 def openapi() -> str:
     return json.dumps(document(routes()), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def fields_table(routes: Sequence[ApiRoute], paths: Iterable[str]) -> str:
+    """Markdown with a row for each path and a column for each effect."""
+    body_of = bodies(routes)
+    heads = ("Endpoint", "Honoured", "Without effect", "Refused", "Anything else")
+    rows = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for path in paths:
+        body = body_of["POST", path]
+        by_effect = {
+            effect: [f"`{name}`" for name, own in effects(body).items() if own == effect]
+            for effect in get_args(Effect)
+        }
+        ignored = ", ".join(by_effect.pop("ignored"))
+        cells = [", ".join(names) or "none" for names in by_effect.values()]
+        rest = "ignored and named" if issubclass(body, TolerantBody) else "refused"
+        rest = f"{ignored}: ignored and named; others {rest}" if ignored else rest
+        rows.append(f"| `{path}` | {' | '.join(cells)} | {rest} |")
+    return "\n".join(rows) + "\n"
 
 
 def with_table(page: str) -> str:

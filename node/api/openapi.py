@@ -1,12 +1,12 @@
 """The OpenAPI document, made of the route table and the schemas of the bodies.
 
-`docs/generate.py` writes it and the table of fields of `docs/api.md`; the node serves it.
+`docs/generate.py` writes it; the node serves it.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, Final, Literal, cast, get_args
+from typing import Any, Final, Literal, cast
 
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
@@ -21,7 +21,6 @@ OPENAPI_PATH: Final = "/openapi.json"
 _STATUSES: Final = (400, 401, 403, 404, 408, 409, 411, 413, 415, 421, 429, 503)
 
 Effect = Literal["honoured", "no-op", "refused", "ignored"]
-_COLUMNS: Final[tuple[Effect, ...]] = get_args(Effect)
 
 
 def effects(body: type[StrictBody]) -> dict[str, Effect]:
@@ -183,22 +182,3 @@ def _mark_effects(body: type[StrictBody], schema: dict[str, Any]) -> None:
             properties[name]["x-exo-node"] = effect
     if issubclass(body, TolerantBody):
         schema["additionalProperties"] = True
-
-
-def fields_table(routes: Sequence[ApiRoute], paths: Iterable[str]) -> str:
-    """Markdown with a row for each path and a column for each effect."""
-    body_of = bodies(routes)
-    heads = ("Endpoint", "Honoured", "Without effect", "Refused", "Anything else")
-    rows = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    for path in paths:
-        body = body_of["POST", path]
-        by_effect: dict[Effect, list[str]] = {
-            effect: [f"`{name}`" for name, own in effects(body).items() if own == effect]
-            for effect in _COLUMNS
-        }
-        ignored = ", ".join(by_effect.pop("ignored"))
-        cells = [", ".join(names) or "none" for names in by_effect.values()]
-        rest = "ignored and named" if issubclass(body, TolerantBody) else "refused"
-        rest = f"{ignored}: ignored and named; others {rest}" if ignored else rest
-        rows.append(f"| `{path}` | {' | '.join(cells)} | {rest} |")
-    return "\n".join(rows) + "\n"

@@ -95,12 +95,9 @@ def build_app(
         path = request.url.path
         if error.status_code == 405 and request.method == "OPTIONS":
             return Response(status_code=204, headers={"Allow": allowed_methods(request.scope)})
-        fault = unnamed_fault(error.status_code, path[:256], paths)
-        response = fault_response(fault, path, request.headers)
-        response.headers.update(error.headers or {})
-        if error.status_code == 405:  # the router names the methods of one route only
-            response.headers["Allow"] = allowed_methods(request.scope)
-        return response
+        # The router names the methods of one route only.
+        fault = unserved(request.scope) or unnamed_fault(error.status_code, path[:256], paths)
+        return fault_response(fault, path, request.headers)
 
     def allowed_methods(scope: Scope) -> str:
         served = [route for route in routes if route.matches(scope)[0] is not Match.NONE]

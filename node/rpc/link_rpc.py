@@ -14,7 +14,7 @@ from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ..trust.certificates import Credentials, channel_credentials, node_name
-from .channels import NODE_CHANNEL_OPTIONS, from_status
+from .channels import NODE_CHANNEL_OPTIONS, from_status, reply
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -91,11 +91,8 @@ class LinkClient:
         """Makes a peer measure all its links again. Raises ExoNodeError."""
         async with self._channel(address, node) as channel:
             stub = peer_pb2_grpc.LinkStub(channel)
-            try:
-                reply = await stub.Measure(pb.MeasureRequest(), timeout=_MEASURE_ALL_LIMIT_S)
-            except grpc.aio.AioRpcError as fault:
-                raise from_status(fault, address) from fault
-            return list(reply.links)
+            call = stub.Measure(pb.MeasureRequest(), timeout=_MEASURE_ALL_LIMIT_S)
+            return list((await reply(call, address)).links)
 
     def _channel(self, address: str, node: NodeId) -> grpc.aio.Channel:
         options = [

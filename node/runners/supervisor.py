@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import re
 import socket
 import sys
 from collections import deque
@@ -17,24 +16,19 @@ from ...placement.errors import InsufficientMemory, LoadFailed, from_code
 from ...proto import peer_pb2 as pb
 from ...proto.fields import filled
 from ...proto.framing import HEAD_BYTES, body_bytes, framed
-from ..machine.log import LineLimit, apart
+from ..machine.log import apart
 from ..machine.settings import LOAD_TIMEOUT_S
 from ..machine.timing import Timing
 from ..trust.certificates import Credentials
 from .cpu_time import cpu_seconds, is_stopped
 from .load_watch import LoadWatch, idle_s
+from .runner_log import relay
 
 log = logging.getLogger(__name__)
-runner_log = logging.getLogger("exo_node.runner")
 
 Status = Literal["loading", "ready", "failed"]
 Progress = Callable[[pb.LoadProgress], None]
 OnAnswer = Callable[[pb.StageSpec, pb.RunnerState], Awaitable[None]]
-
-STRAY_LINES, STRAY_PERIOD_S = 10, 60.0
-"""The limit on lines that are not the runner's own logging, such as gRPC's on failed handshakes."""
-_GRPC_LINE = re.compile(r"[DIWEF]\d{4} [\d:.]+ ")
-_LINE = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL):([\w.]+):(.*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +96,7 @@ class RunnerProcess:
         reader, self._writer = await asyncio.open_connection(sock=ours)
         watch = LoadWatch(host.load_timeout_s, _size(self.spec.path))
         self._tasks = [
-            self._apart(self._relay_log()),
+            self._apart(relay(self._process, self._last_lines)),
             self._apart(self._end_if_stuck(watch, progress)),
         ]
         with contextlib.suppress(ConnectionError):  # it has ended: `_await_ready` says why
@@ -264,21 +258,6 @@ class RunnerProcess:
         last = f"; it last wrote: {lines}" if lines else ""
         return f"the runner of {s.model}, {layer_range(s.first_layer, s.end_layer)}, {how}{last}"
 
-    async def _relay_log(self) -> None:
-        """Copies the child's stderr to this node's log; other lines may be of a crash."""
-        assert self._process is not None and self._process.stderr is not None
-        limit = LineLimit(STRAY_LINES, STRAY_PERIOD_S)
-        while line := await _line(self._process.stderr):
-            text = line.decode(errors="replace").rstrip()
-            if match := _LINE.fullmatch(text):
-                level = logging.getLevelNamesMapping()[match[1]]
-                runner_log.log(level, "%s[%d] %s", match[2], self.pid, match[3])
-            elif text:
-                if not _GRPC_LINE.match(text):  # these never have the reason of an end
-                    self._last_lines.append(text)
-                if limit.passes():
-                    runner_log.info("[%d] %s%s", self.pid, text, limit.left_out())
-
 
 class Supervisor:
     """The runners of this node, by placement and stage."""
@@ -375,14 +354,6 @@ async def _receive(reader: asyncio.StreamReader) -> pb.FromRunner | None:
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
     return pb.FromRunner.FromString(body)
-
-
-async def _line(reader: asyncio.StreamReader) -> bytes:
-    """Reads one line; an overlong one is replaced by a remark."""
-    try:
-        return await reader.readline()
-    except ValueError:  # longer than the buffer, which was dropped
-        return b"(an overlong line was dropped)\n"
 
 
 _OF_THE_MACHINE = ("path", "listen", "profile_folder", "prefix_folder", "memory_limit_bytes")

@@ -3,7 +3,7 @@
 import logging
 import re
 
-from exo_node.node.runners.supervisor import _LINE  # pyright: ignore[reportPrivateUsage]
+from exo_node.node.runners.runner_log import _LINE  # pyright: ignore[reportPrivateUsage]
 from exo_node.shard.runner.main import RunnerLog
 
 
