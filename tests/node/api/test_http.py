@@ -72,27 +72,6 @@ def test_an_unknown_model_is_answered_as_a_chat_with_it_is(shared: Node) -> None
     assert (ollama_reply.status, ollama_reply.json["error"]) == (404, reply.error["message"])
 
 
-def test_the_list_of_models_is_found_with_a_slash_behind_it(shared: Node) -> None:
-    assert shared.ask("GET", "/v1/models/").json == shared.ask("GET", "/v1/models").json
-
-
-@pytest.mark.parametrize(
-    ("path", "methods"),
-    [
-        ("/v1/models", "GET, HEAD, OPTIONS"),
-        ("/v1/chat/completions", "OPTIONS, POST"),
-        ("/v1/placements", "GET, HEAD, OPTIONS, POST"),
-        ("/", "GET, HEAD, OPTIONS"),
-    ],
-)
-def test_options_without_an_origin_are_the_paths_methods(
-    shared: Node, path: str, methods: str
-) -> None:
-    reply = shared.ask("OPTIONS", path)
-    assert (reply.status, reply.headers["allow"], reply.body) == (204, methods, b"")
-    assert shared.ask("OPTIONS", "/nothing").status == 404
-
-
 def test_placements_are_made_listed_and_removed(node: Node) -> None:
     reply = node.ask("POST", "/v1/placements", {"model": "demo", "min_nodes": 2})
     assert (reply.status, reply.json) == (200, {"id": "p0", "model": "demo", "min_nodes": 2})
@@ -206,22 +185,22 @@ def test_a_path_that_is_not_there_is_404_in_the_apis_shape(shared: Node, path: s
 
 @pytest.mark.parametrize(
     ("path", "methods"),
-    [("/v1/settings", "GET, HEAD, OPTIONS, PATCH"), ("/v1/placements", "GET, HEAD, OPTIONS, POST")],
+    [
+        ("/", "GET, HEAD, OPTIONS"),
+        ("/v1/chat/completions", "OPTIONS, POST"),
+        ("/v1/settings", "GET, HEAD, OPTIONS, PATCH"),
+        ("/v1/placements", "GET, HEAD, OPTIONS, POST"),
+    ],
 )
-def test_allow_has_the_methods_of_all_routes_of_a_path(
+def test_options_and_refusals_of_others_have_the_methods_of_all_routes_of_a_path(
     shared: Node, path: str, methods: str
 ) -> None:
-    assert shared.ask("OPTIONS", path).headers["allow"] == methods
+    reply = shared.ask("OPTIONS", path)
+    assert (reply.status, reply.headers["allow"], reply.body) == (204, methods, b"")
     for headers in ({}, {"Content-Type": "application/json"}):
         reply = shared.ask("PUT", path, b"", headers)
         assert (reply.status, reply.headers["allow"]) == (405, methods)
-
-
-def test_a_wrong_method_is_405_and_names_the_right_ones(shared: Node) -> None:
-    reply = shared.ask("DELETE", "/v1/models")
-    assert (reply.status, reply.error["code"]) == (405, "method_not_allowed")
-    assert "GET" in reply.headers["allow"]
-    assert shared.ask("GET", "/v1/chat/completions").status == 405
+        assert reply.error["code"] == "method_not_allowed"
 
 
 BAD_BODIES: list[tuple[str, str, object, str]] = [
@@ -270,23 +249,9 @@ BAD_HEADS: dict[str, tuple[Callable[[int], bytes], int]] = {
     "another host": (head("Host: evil.example", JSON, "Content-Length: 0"), 421),
     "no host": (head(JSON, "Content-Length: 0"), 400),
     "two hosts": (head(HOST, "Host: evil", JSON, "Content-Length: 0"), 400),
-    "foreign origin": (head(HOST, "Origin: http://evil", JSON, "Content-Length: 0"), 403),
-    "text": (head(HOST, "Content-Type: text/plain", "Content-Length: 2"), 415),
-    "text of no declared length": (
-        head(HOST, "Content-Type: text/plain", "Transfer-Encoding: chunked"),
-        415,
-    ),
-    "a page's form without a field": (
-        head(HOST, "Origin: http://evil", "Content-Length: 0"),
-        403,
-    ),
     "33 MiB, none of it sent": (head(HOST, JSON, f"Content-Length: {33 * 2**20}"), 413),
     "negative length": (head(HOST, JSON, "Content-Length: -1"), 400),
     "two lengths": (head(HOST, JSON, "Content-Length: 1", "Content-Length: 2"), 400),
-    "length and chunks": (
-        head(HOST, JSON, "Content-Length: 2", "Transfer-Encoding: chunked"),
-        400,
-    ),
     "NUL in a header": (head(HOST, JSON, "Authorization: Bearer \xe9\0"), 400),
     "no HTTP": (lambda _: b"\x16\x03\x01 hello\r\n\r\n", 400),
     "a chunk of no size": (

@@ -17,8 +17,6 @@ from exo_node.node.api.shared.profile_file import ProfileFile
 from exo_node.node.trust.local_token import LocalToken
 from exo_node.placement.errors import DownloadFailed, InvalidRequest, RemovalRefused
 
-TOKEN = {"x-exo-token": "secret"}
-
 
 @pytest.fixture
 def node() -> Generator[Node]:
@@ -215,31 +213,6 @@ def test_a_body_of_a_deletion_is_bounded(node: Node) -> None:
     connection = node.raw(f"{head}Content-Length: {length}\r\n\r\n".encode())
     assert b" 413 " in connection.recv(4096)
     connection.close()
-
-
-# -------------------------------------------------------------------------- who may do that
-
-CHANGES: list[tuple[str, str, object]] = [
-    ("GET", "/v1/models/search?q=x", None),
-    ("POST", "/v1/models/pull", {"model": "owner/tiny"}),
-    ("POST", "/v1/models/pull/pause", {"model": "owner/tiny"}),
-    ("POST", "/v1/models/pull/cancel", {"model": "owner/tiny"}),
-    ("DELETE", "/v1/models/owner/tiny", None),
-    ("POST", "/api/pull", {"model": "owner/tiny"}),
-    ("DELETE", "/api/delete", {"model": "owner/tiny"}),
-    ("POST", "/api/copy", {"source": "owner/tiny", "destination": "x"}),
-]
-
-
-@pytest.mark.parametrize(("method", "path", "body"), CHANGES)
-def test_only_the_nodes_own_user_may(method: str, path: str, body: object) -> None:
-    with serving_fakes(token=LocalToken("secret")) as node:
-        reply = node.ask(method, path, body)
-        assert reply.status == 403 and b"own user" in reply.body
-        assert node.files.calls == [] and node.files.names == {}
-        assert node.ask(method, path, body, TOKEN).status == 200
-        # Another site's page has no token, and a browser says where it is from.
-        assert node.ask(method, path, body, {**TOKEN, "Origin": "http://evil.test"}).status == 403
 
 
 def test_everybody_may_see_what_is_downloaded() -> None:

@@ -21,6 +21,7 @@ from exo_node.node.chat.requests import (
     TextDelta,
     TokenLogprob,
 )
+from exo_node.node.chat.runners import Runners
 from exo_node.node.chat.totals import Totals
 from exo_node.node.machine.timing import LOCAL, Timing
 from exo_node.node.placements.placements import Placements
@@ -43,25 +44,24 @@ def spoken(text: str, *ids: int, logprobs: Sequence[pb.TokenLogprob] = ()) -> pb
     )
 
 
+async def events_of(
+    request: GenerationRequest, runners: Runners, facts: FakeFacts, timing: Timing = LOCAL
+) -> list[Event]:
+    placements = leading(FakeStages(), facts)
+    chat = ChatService(OneHead(placements, facts), runners, Metrics(Totals()), timing)
+    async with aclosing(chat.stream(request)) as stream:
+        got = [event async for event in stream]
+    await placements.close()
+    return got
+
+
 def answered(
     request: GenerationRequest, *events: pb.GenerateEvent, adaptive: bool = True, default_k: int = 0
 ) -> tuple[list[Event], pb.GenerateRequest]:
     """The events of the answer, and the request that the runner got."""
-
-    async def scenario() -> tuple[list[Event], pb.GenerateRequest]:
-        facts, generators, totals = (
-            FakeFacts(adaptive, default_k),
-            FakeGenerators(events=events),
-            Totals(),
-        )
-        placements = leading(FakeStages(), facts)
-        chat = ChatService(OneHead(placements, facts), generators, Metrics(totals), LOCAL)
-        async with aclosing(chat.stream(request)) as stream:
-            got = [event async for event in stream]
-        await placements.close()
-        return got, generators.requests[0]
-
-    return asyncio.run(scenario())
+    generators = FakeGenerators(events=events)
+    got = asyncio.run(events_of(request, generators, FakeFacts(adaptive, default_k)))
+    return got, generators.requests[0]
 
 
 def test_logprobs_of_the_wire_reach_the_delta_that_has_their_ids() -> None:
@@ -83,18 +83,6 @@ def test_the_delta_says_how_many_of_its_ids_were_drafted() -> None:
     delta.delta.round.accepted = 2
     events, _ = answered(REQUEST, STARTED, delta, ENDED)
     assert TextDelta("ab", (5, 6, 7), accepted_drafts=2) in events
-
-
-@pytest.mark.parametrize("top_logprobs", [None, 0, 20])
-def test_no_logprobs_are_asked_of_the_runner_unless_the_request_asks(
-    top_logprobs: int | None,
-) -> None:
-    _, wire = answered(
-        replace(REQUEST, output=pb.Output(top_logprobs=top_logprobs)), STARTED, ENDED
-    )
-    assert (
-        wire.output.top_logprobs if wire.output.HasField("top_logprobs") else None
-    ) == top_logprobs
 
 
 POLICIES: list[tuple[int | None, DraftPolicy | None, bool, tuple[int, bool]]] = [
@@ -194,19 +182,11 @@ class Attempts(FakeStages):
 
 def resumed(
     *scripts: tuple[Sequence[pb.GenerateEvent], Exception | None],
-    request: GenerationRequest = REQUEST,
     timing: Timing = LOCAL,
 ) -> tuple[list[Event], list[pb.GenerateRequest]]:
-    async def scenario() -> tuple[list[Event], list[pb.GenerateRequest]]:
-        facts, generators, totals = FakeFacts(True), Attempts(scripts=list(scripts)), Totals()
-        placements = leading(FakeStages(), facts)
-        chat = ChatService(OneHead(placements, facts), generators, Metrics(totals), timing)
-        async with aclosing(chat.stream(request)) as stream:
-            got = [event async for event in stream]
-        await placements.close()
-        return got, generators.requests
-
-    return asyncio.run(scenario())
+    attempts = Attempts(scripts=list(scripts))
+    events = asyncio.run(events_of(REQUEST, attempts, FakeFacts(True), timing))
+    return events, attempts.requests
 
 
 LOST = PeerLost("a stage is gone")
@@ -340,12 +320,7 @@ def test_a_loss_that_shows_in_two_ways_is_one_loss() -> None:
     async def scenario() -> list[Event]:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: complaints.append(context["message"]))
-        facts, both, totals = FakeFacts(True), LostTogether(), Totals()
-        placements = leading(both, facts)
-        chat = ChatService(OneHead(placements, facts), both, Metrics(totals), timing)
-        async with aclosing(chat.stream(REQUEST)) as stream:
-            got = [event async for event in stream]
-        await placements.close()
+        got = await events_of(REQUEST, LostTogether(), FakeFacts(True), timing)
         _ = gc.collect()
         return got
 

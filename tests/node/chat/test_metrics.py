@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from contextlib import aclosing, nullcontext, suppress
 from typing import Any, get_args
 
@@ -12,10 +12,8 @@ from fakes import FakeFacts, FakeGenerators, FakeStages, OneHead, leading
 from http_node import serving_fakes
 from prometheus_client.parser import text_string_to_metric_families
 from samples import PLAIN, Samples, of_demo, sampled, stats_of, wire_stats_of
-from starlette.types import ASGIApp
 
 from exo_node.mtp.types import FinishReason, Sampling
-from exo_node.node.api.forward import HeadForwarder
 from exo_node.node.chat.chat import ChatService
 from exo_node.node.chat.metrics import Ending, Metrics
 from exo_node.node.chat.requests import Event, Finished, GenerationRequest, Started, TextDelta
@@ -31,7 +29,7 @@ from exo_node.placement.errors import (
     PeerLost,
     QueueFull,
 )
-from exo_node.placement.ids import ModelId, NodeId, RequestId
+from exo_node.placement.ids import ModelId, RequestId
 from exo_node.proto import peer_pb2 as pb
 
 DEMO = ModelId("demo")
@@ -406,30 +404,3 @@ def test_metrics_are_behind_the_same_guard_as_the_api() -> None:
         assert running.ask("GET", "/metrics").status == 401
         reply = running.ask("GET", "/metrics", headers={"Authorization": "Bearer k"})
         assert (reply.status, reply.body) == (200, b"exo_node_up 1\n")
-
-
-class _Elsewhere:
-    """The way to a head that is another node, which nothing may take here."""
-
-    def node_elsewhere(self, name: str) -> NodeId | None:
-        return None
-
-    async def head_elsewhere(self) -> NodeId:
-        return NodeId("b" * 20)
-
-    async def until_gone(self, node: NodeId) -> None:
-        raise AssertionError(f"{node} is not asked")
-
-    async def http(
-        self, head: NodeId, request: pb.HttpRequest
-    ) -> AsyncGenerator[pb.HttpChunk, None]:
-        raise AssertionError(f"{request.path} went to the head")
-        yield pb.HttpChunk()
-
-
-def test_a_node_that_is_not_the_head_answers_for_itself() -> None:
-    def forwarding(app: ASGIApp) -> ASGIApp:
-        return HeadForwarder(app, _Elsewhere(), LOCAL)
-
-    with serving_fakes(between=forwarding) as running:
-        assert running.ask("GET", "/metrics").body == b"exo_node_up 1\n"

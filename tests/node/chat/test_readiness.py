@@ -1,7 +1,7 @@
 """Readiness is a step that was made, lately or now, and no process that merely lives."""
 
-import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import pytest
@@ -26,42 +26,34 @@ class Setup:
     now: float = 100.0
 
 
-def play(
-    scenario: Callable[[Setup], Awaitable[None]],
+@asynccontextmanager
+async def world(
     events: Sequence[pb.GenerateEvent] = (),
     fault: Exception | None = None,
     *,
     ends: bool = False,
     timing: Timing = LOCAL,
-) -> None:
-    async def run() -> None:
-        placements = leading(FakeStages(), FakeFacts())
-        generators = FakeGenerators(events=events, fault=fault, ends=ends)
-        setup = Setup(placements, generators, Readiness(placements, generators, timing))
-        setup.readiness = Readiness(placements, generators, timing, lambda: setup.now)
-        await scenario(setup)
-        await placements.close()
-
-    asyncio.run(run())
-
-
-async def loaded(setup: Setup) -> None:
-    _ = await setup.placements.place(ModelId("demo"), PlanOptions())
+    model: str = "demo",
+) -> AsyncGenerator[Setup]:
+    placements = leading(FakeStages(), FakeFacts())
+    generators = FakeGenerators(events=events, fault=fault, ends=ends)
+    setup = Setup(placements, generators, Readiness(placements, generators, timing))
+    setup.readiness = Readiness(placements, generators, timing, lambda: setup.now)
+    if model:
+        _ = await placements.place(ModelId(model), PlanOptions())
+    yield setup
+    await placements.close()
 
 
-def test_a_model_that_worked_lately_is_asked_for_nothing() -> None:
-    async def scenario(setup: Setup) -> None:
-        await loaded(setup)
+async def test_a_model_that_worked_lately_is_asked_for_nothing() -> None:
+    async with world() as setup:
         setup.placements.records[0].activity.stepped_at = setup.now - LOCAL.silence_s + 1
         assert await setup.readiness.fault() == ""
         assert setup.generators.requests == []
 
-    play(scenario)
 
-
-def test_one_that_rested_is_asked_for_a_token_and_then_has_worked() -> None:
-    async def scenario(setup: Setup) -> None:
-        await loaded(setup)
+async def test_one_that_rested_is_asked_for_a_token_and_then_has_worked() -> None:
+    async with world([TOKEN], ends=True) as setup:
         for _ in range(2):
             assert await setup.readiness.fault() == ""
         assert [
@@ -73,50 +65,38 @@ def test_one_that_rested_is_asked_for_a_token_and_then_has_worked() -> None:
         assert len(setup.generators.requests) == 2
         assert setup.placements.desired.models[ModelId("demo")].used_at == used_at, "it is no use"
 
-    play(scenario, [TOKEN], ends=True)
 
-
-def test_an_embedder_that_rested_is_asked_for_an_embedding() -> None:
-    async def scenario(setup: Setup) -> None:
-        _ = await setup.placements.place(ModelId("Qwen/Qwen3-Embedding-0.6B"), PlanOptions())
+async def test_an_embedder_that_rested_is_asked_for_an_embedding() -> None:
+    event = pb.GenerateEvent(embedded=pb.Embedded(tokens=2))
+    async with world([event], ends=True, model="Qwen/Qwen3-Embedding-0.6B") as setup:
         for _ in range(2):
             assert await setup.readiness.fault() == ""
         [request] = setup.generators.requests
         [wanted] = request.embeddings.inputs
         assert wanted.token_ids.ids == [0]
 
-    play(scenario, [pb.GenerateEvent(embedded=pb.Embedded(tokens=2))], ends=True)
-
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [(PeerLost("the runner is gone"), "the runner is gone"), (None, "no token within")],
 )
-def test_one_that_gives_none_is_not_ready_and_says_why(
+async def test_one_that_gives_none_is_not_ready_and_says_why(
     fault: Exception | None, reason: str
 ) -> None:
-    async def scenario(setup: Setup) -> None:
-        await loaded(setup)
+    async with world(fault=fault, timing=replace(LOCAL, reply_s=0.05)) as setup:
         assert reason in await setup.readiness.fault()
         assert setup.placements.records[0].activity.requests == 0
 
-    play(scenario, fault=fault, timing=replace(LOCAL, reply_s=0.05))
 
-
-def test_one_that_is_being_restored_is_not_ready_however_lately_it_worked() -> None:
-    async def scenario(setup: Setup) -> None:
-        await loaded(setup)
+async def test_one_that_is_being_restored_is_not_ready_however_lately_it_worked() -> None:
+    async with world() as setup:
         record = setup.placements.records[0]
         record.activity.stepped_at = setup.now
         assert record.placement is not None
         record.placement, record.why = replace(record.placement, owners={}), "it broke"
         assert await setup.readiness.fault() == "demo is restoring: it broke"
 
-    play(scenario)
 
-
-def test_a_node_without_a_model_has_no_fault() -> None:
-    async def scenario(setup: Setup) -> None:
+async def test_a_node_without_a_model_has_no_fault() -> None:
+    async with world(model="") as setup:
         assert await setup.readiness.fault() == ""
-
-    play(scenario)
