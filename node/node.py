@@ -46,7 +46,7 @@ class Node:
         Raises InvalidSettings.
         """
         self._settings = settings
-        self._local = local = LocalNode(settings, hardware)
+        self.local = local = LocalNode(settings, hardware)
         self._peers = list(dict.fromkeys([*settings.peers, *peers]))
         self._stack = AsyncExitStack()
         self._background: list[asyncio.Task[None]] = []
@@ -73,23 +73,9 @@ class Node:
         head = ClusterHead(cluster, peering.client, self._claims)
         self._api = NodeApi(local, peering, placements, stages, facts, head, self._leaving)
 
-    @property
-    def version(self) -> str:
-        return self._local.version
-
-    @property
-    def http_port(self) -> int:
-        """The port of the HTTP API of a started node."""
-        return self._local.http_port
-
     def login_link(self) -> str:
         """A link to the dashboard with the rights of the node's own user, valid once."""
-        return self._api.login_link(reachable(self._settings.host, self.http_port))
-
-    @property
-    def grpc_port(self) -> int:
-        """The port for other nodes of a started node."""
-        return self._local.grpc_port
+        return self._api.login_link(reachable(self._settings.host, self.local.http_port))
 
     @property
     def outcome(self) -> asyncio.Future[Outcome]:
@@ -106,16 +92,16 @@ class Node:
         peering.cluster.start()
         _ = at_the_end(peering.cluster.close)
         self._background = [
-            self._local.loops.keep(
-                partial(self._local.scan_models, self._local.timing.scan_s),
+            self.local.loops.keep(
+                partial(self.local.scan_models, self.local.timing.scan_s),
                 "the scan for models",
             ),
-            self._local.loops.keep(self._watch.run, "the watch over placements"),
-            self._local.loops.keep(self._api.expire_responses, "the expiry of responses"),
+            self.local.loops.keep(self._watch.run, "the watch over placements"),
+            self.local.loops.keep(self._api.expire_responses, "the expiry of responses"),
         ]
         _ = at_the_end(cancel, self._background)
-        self._local.profiling.start(peering.cluster.members, self._local.loops)
-        _ = at_the_end(self._local.profiling.close)
+        self.local.profiling.start(peering.cluster.members, self.local.loops)
+        _ = at_the_end(self.local.profiling.close)
         peering.joining.begin(self._settings.peers)
         peering.search.start(self._peers)
         _ = at_the_end(peering.search.close)
@@ -125,7 +111,7 @@ class Node:
         self._leaving.begin()
         self._peering.cluster.leave()
         await self._wait_for_answers()
-        self._local.events.close()
+        self.local.events.close()
 
     async def drain_to_restart(self) -> None:
         """Takes no new work and waits for what runs, for at most `restart_drain_s`; then leaves.
@@ -135,12 +121,12 @@ class Node:
         """
         self._leaving.begin()
         try:
-            async with asyncio.timeout(self._local.timing.restart_drain_s):
+            async with asyncio.timeout(self.local.timing.restart_drain_s):
                 await self._wait_for_answers()
         except TimeoutError:
             log.warning("answers still run; they are cut off, because the node restarts")
         self._peering.cluster.leave()
-        self._local.events.close()
+        self.local.events.close()
 
     async def _wait_for_answers(self) -> None:
         await self._api.pause_downloads()
@@ -148,13 +134,13 @@ class Node:
             log.warning("not everything ended in time; what still runs is cut off")
 
     async def close(self) -> None:
-        self._local.events.close()
+        self.local.events.close()
         self._leaving.cut_off()
         await self._stack.aclose()
 
     async def _listen(self) -> None:
         """To peers first, then to clients."""
-        local, joining = self._local, self._peering.joining
+        local, joining = self.local, self._peering.joining
         hosts = list(dict.fromkeys([*local.profiling.addresses, LOOPBACK]))
         join_port = joining.listen(hosts, self._settings.grpc_port)
         calls = NodeCalls(
@@ -175,7 +161,7 @@ class Node:
         _ = self._stack.push_async_callback(self._api.close)
 
     def _runner_ended(self, spec: pb.StageSpec, why: str) -> None:
-        self._placements.actions.note_ended(self._local.id, spec.placement, spec.stage, why)
+        self._placements.actions.note_ended(self.local.id, spec.placement, spec.stage, why)
 
     def _node_lost(self, node: NodeId, why: str) -> None:
         self._placements.actions.note_node_lost(node, why)

@@ -55,16 +55,16 @@ async def _serve(settings: Settings, hardware: Hardware, presence: DataDirLock) 
     while True:
         async with AsyncExitStack() as stack:
             node = await _started(stack, settings, hardware, rekeyed.peers, again=again)
-            settings = settings.model_copy(
-                update={"port": node.http_port, "grpc_port": node.grpc_port}
-            )
+            local = node.local
+            ports = {"port": local.http_port, "grpc_port": local.grpc_port}
+            settings = settings.model_copy(update=ports)
             presence.announce(
                 settings.host,
-                node.http_port,
-                version=node.version,
+                local.http_port,
+                version=local.version,
                 models_dirs=settings.models_dirs,
             )
-            where = f"http://{settings.host}:{node.http_port}"
+            where = f"http://{settings.host}:{local.http_port}"
             log.info("node %s is ready: %s", settings.name, where)
             if terminal() is not None:  # the link reaches no log
                 show(_first_words(node.login_link()))

@@ -96,10 +96,11 @@ class Claim:
         claim_request.CopyFrom(self._request)
         if resumes is not None:
             claim_request.resumes.CopyFrom(resumes)
-        news: asyncio.Queue[str | pb.Placed | ExoNodeError] = asyncio.Queue()
-        self._task = asyncio.create_task(self._hold(claim_request, news), name="an answer's claim")
-        while True:
-            item = await self._next(news)
+        news: asyncio.Queue[str | pb.Placed | ExoNodeError | None] = asyncio.Queue()
+        hold = self._hold(claim_request, news.put_nowait)
+        task = self._task = asyncio.create_task(hold, name="an answer's claim")
+        task.add_done_callback(lambda _: news.put_nowait(None))
+        while (item := await news.get()) is not None:
             if isinstance(item, ModelNotFound) and self._profile:
                 message = f"the profile '{self._profile}' names it: {item.message}"
                 raise ModelNotFound(message, param="model") from item
@@ -108,6 +109,7 @@ class Claim:
             yield item
             if isinstance(item, pb.Placed):
                 return
+        task.result()  # raises the defect that ended it
 
     def send_report(self, report: pb.AttemptReport) -> None:
         """Sends a report to the head if there is one, without waiting for it."""
@@ -120,25 +122,10 @@ class Claim:
         await self._release()
         _ = await asyncio.gather(*self._reports, return_exceptions=True)
 
-    async def _next(
-        self, news: "asyncio.Queue[str | pb.Placed | ExoNodeError]"
-    ) -> str | pb.Placed | ExoNodeError:
-        """The next item of the claim's task. Raises the defect that ended the task."""
-        assert self._task is not None
-        following = asyncio.ensure_future(news.get())
-        try:
-            first = asyncio.FIRST_COMPLETED
-            _ = await asyncio.wait([following, self._task], return_when=first)
-            if not following.done() and news.empty():
-                self._task.result()
-            return await following
-        finally:
-            _ = following.cancel()
-
     async def _hold(
         self,
         claim_request: pb.AcquireRequest,
-        news: "asyncio.Queue[str | pb.Placed | ExoNodeError]",
+        tell: Callable[[str | pb.Placed | ExoNodeError], None],
     ) -> None:
         """Claims at one head after another until cancelled or refused."""
         timing = self._timing
@@ -151,33 +138,25 @@ class Claim:
                 async with aclosing(self._heads.acquire(self._head, claim_request)) as events:
                     async for event in events:
                         last_event_at = self._clock()
-                        self._take(event, claim_request, news)
+                        if event.WhichOneof("event") == "waiting":
+                            tell(event.waiting.step)
+                        elif not claim_request.holding:
+                            claim_request.holding = event.placed.placement
+                            claim_request.ClearField("resumes")
+                            tell(event.placed)
                 raise HeadGone("the head ended a claim without a word")
             except HeadGone as fault:
                 self._head = None
                 if not claim_request.holding and self._clock() - last_event_at > patience:
-                    news.put_nowait(_headless(fault))
+                    tell(_headless(fault))
                     return
             except ExoNodeError as fault:
                 if claim_request.holding:
                     log.info("an answer continues without a claim: %s", fault.message)
                 else:
-                    news.put_nowait(fault)
+                    tell(fault)
                 return
             await asyncio.sleep(timing.tick_s)
-
-    def _take(
-        self,
-        event: pb.AcquireEvent,
-        claim_request: pb.AcquireRequest,
-        news: "asyncio.Queue[str | pb.Placed | ExoNodeError]",
-    ) -> None:
-        if event.WhichOneof("event") == "waiting":
-            news.put_nowait(event.waiting.step)
-        elif not claim_request.holding:
-            claim_request.holding = event.placed.placement
-            claim_request.ClearField("resumes")
-            news.put_nowait(event.placed)
 
     async def _report(self, head: NodeId, report: pb.AttemptReport) -> None:
         with contextlib.suppress(PeerLost):  # the next head learns from the next report

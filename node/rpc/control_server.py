@@ -127,7 +127,7 @@ class ControlService(peer_pb2_grpc.ControlServicer):
         context: "Context",
     ) -> AsyncIterator[pb.LoadEvent]:
         _check_stage(request)
-        events: asyncio.Queue[pb.LoadEvent] = asyncio.Queue()
+        events: asyncio.Queue[pb.LoadEvent | None] = asyncio.Queue()
 
         def progress(report: pb.LoadProgress) -> None:
             events.put_nowait(pb.LoadEvent(progress=report))
@@ -137,9 +137,11 @@ class ControlService(peer_pb2_grpc.ControlServicer):
             events.put_nowait(pb.LoadEvent(ready=ready))
 
         task = asyncio.create_task(load())
+        task.add_done_callback(lambda _: events.put_nowait(None))
         try:
-            async for event in _until_done(task, events):
+            while (event := await events.get()) is not None:
                 yield event
+            await task
         finally:
             _ = task.cancel()
 
@@ -174,29 +176,6 @@ class ControlService(peer_pb2_grpc.ControlServicer):
         context: "Context",
     ) -> pb.JoinDecided:
         return await self._node.decide_join(request)
-
-
-async def _until_done(
-    task: "asyncio.Task[None]", events: "asyncio.Queue[pb.LoadEvent]"
-) -> AsyncIterator[pb.LoadEvent]:
-    """Yields the queue's events until the task ends and the queue is empty.
-
-    Raises the task's error.
-    """
-    while True:
-        getting = asyncio.create_task(events.get())
-        try:
-            _ = await asyncio.wait({getting, task}, return_when=asyncio.FIRST_COMPLETED)
-        finally:  # the caller may be gone
-            if not getting.done():
-                _ = getting.cancel()
-        if getting.done():
-            yield getting.result()
-            continue
-        await task
-        while not events.empty():
-            yield events.get_nowait()
-        return
 
 
 class ControlServer:

@@ -3,6 +3,7 @@
 import asyncio
 import signal
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,7 @@ STEPS = 20
 class Node:
     """A node that gets a signal as soon as it serves, and `signals` in all."""
 
-    version = "1"
-    http_port, grpc_port = 1, 2
+    local = SimpleNamespace(version="1", http_port=1, grpc_port=2)
 
     def __init__(self, signals: int) -> None:
         self._more = signals - 1

@@ -9,7 +9,6 @@ import grpc.aio
 import pytest
 
 from exo_node.node.machine.timing import LAN
-from exo_node.node.rpc import control_server
 from exo_node.node.rpc.channels import Channels, stream
 from exo_node.node.runners.runner_client import Endpoint, RunnerClient
 from exo_node.node.trust.certificates import (
@@ -121,25 +120,6 @@ async def test_a_ping_whose_channel_another_answer_closes_is_a_lost_peer(tmp_pat
         _ = await pinging
     await channels.close()
     await server.stop(grace=None)
-
-
-async def test_a_load_whose_caller_is_gone_leaves_no_task_behind() -> None:
-    events: asyncio.Queue[pb.LoadEvent] = asyncio.Queue()
-    load = asyncio.create_task(asyncio.sleep(60))
-
-    async def follow() -> None:
-        async for _ in control_server._until_done(load, events):  # pyright: ignore[reportPrivateUsage]
-            pass
-
-    before = asyncio.all_tasks()
-    caller = asyncio.create_task(follow())
-    await asyncio.sleep(0.05)
-    assert len(asyncio.all_tasks() - before) == 2
-    _ = caller.cancel()
-    _ = await asyncio.gather(caller, return_exceptions=True)
-    await asyncio.sleep(0)
-    assert asyncio.all_tasks() == before
-    _ = load.cancel()
 
 
 class _Call:
