@@ -325,12 +325,6 @@ def test_a_top_p_of_0_is_the_likeliest_token_and_minus_one_is_nothing(node: Node
     assert "seed" not in request.explicit_fields
 
 
-def test_what_is_not_given_is_left_to_the_card_and_the_context(node: Node) -> None:
-    node.chat_reply()
-    (request,) = node.chat.requests
-    assert (request.limits, request.num_draft_tokens) == (pb.Limits(), None)
-
-
 REFUSALS: list[tuple[ExoNodeError, int, str, str | None, str | None]] = [
     (ContextLengthExceeded("x"), 400, "invalid_request_error", None, None),
     (QueueFull("x"), 429, "rate_limit_error", "1", "true"),
@@ -355,13 +349,6 @@ def test_a_refusal_before_the_first_event_is_a_status(
     assert reply.error == {"message": "why", "type": kind, "param": "here", "code": error.code}
     assert reply.headers.get("retry-after") == retry_after
     assert reply.headers.get("x-should-retry") == should_retry
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_an_unknown_model_is_404(node: Node, stream: bool) -> None:
-    reply = node.chat_reply(model="nope", stream=stream)
-    assert (reply.status, reply.error["code"]) == (404, "model_not_found")
-    assert (reply.error["type"], reply.error["param"]) == ("invalid_request_error", "model")
 
 
 @pytest.mark.parametrize(

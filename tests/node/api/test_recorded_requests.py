@@ -32,18 +32,6 @@ CALL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "read", "arguments": '{"filePath":"a.py"}'},
 }
-OPENCODE_TITLE: dict[str, Any] = {
-    "model": "demo",
-    "max_tokens": 32000,
-    "temperature": 0.5,
-    "messages": [
-        {"role": "system", "content": "You are a title generator."},
-        {"role": "user", "content": "Generate a title for this conversation:\n"},
-        {"role": "user", "content": "hello"},
-    ],
-    "stream": True,
-    "stream_options": {"include_usage": True},
-}
 OPENCODE_TURN: dict[str, Any] = {
     "model": "demo",
     "max_tokens": 32000,
@@ -84,21 +72,6 @@ OPENCODE_PLUGIN: dict[str, Any] = {
         OPENCODE_TURN["messages"][3],
     ],
 }
-LITELLM_CHAT: dict[str, Any] = {
-    "messages": [{"role": "user", "content": "hi"}],
-    "model": "demo",
-    "max_tokens": 16,
-    "temperature": 0.2,
-}
-LITELLM_ASKS: dict[str, Any] = {
-    "messages": [{"role": "user", "content": "Read a.py"}],
-    "model": "demo",
-    "parallel_tool_calls": True,
-    "stream": True,
-    "stream_options": {"include_usage": True},
-    "tool_choice": "auto",
-    "tools": [READ],
-}
 LITELLM_TOOLS: dict[str, Any] = {
     "messages": [
         {"role": "user", "content": "Read a.py"},
@@ -128,20 +101,10 @@ LITELLM_SCHEMA: dict[str, Any] = {
         },
     },
 }
-LITELLM_THINKS: dict[str, Any] = {
-    "messages": [{"role": "user", "content": "hi"}],
-    "model": "demo",
-    "reasoning_effort": "low",
-    "seed": 1,
-}
 BODIES = {
-    "opencode's title": OPENCODE_TITLE,
     "opencode's turn": OPENCODE_TURN,
     "opencode's turn with a plugin": OPENCODE_PLUGIN,
-    "litellm's chat": LITELLM_CHAT,
-    "litellm's question with tools": LITELLM_ASKS,
     "litellm's tools": LITELLM_TOOLS,
-    "litellm's effort": LITELLM_THINKS,
     "litellm's schema": LITELLM_SCHEMA,
 }
 HEADERS = {

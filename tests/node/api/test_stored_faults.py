@@ -121,24 +121,36 @@ def test_a_node_that_stores_nothing_says_so() -> None:
         assert (reply.status, reply.json["store"]) == (200, False)
         assert "EXO_RESPONSES_GB=0" in reply.json["store_error"]
         assert reply.headers["x-exo-node-ignored"] == "store"
-        for fields in ({"background": True}, {"previous_response_id": "resp_1"}):
+        for param, fields in (
+            ("background", {"background": True}),
+            ("previous_response_id", {"previous_response_id": "resp_1"}),
+            ("input[0].id", {"input": [{"type": "item_reference", "id": "item_00_0"}]}),
+        ):
             refused = node.ask("POST", PATH, {**BODY, **fields})
-            assert (refused.status, refused.error["param"]) == (400, next(iter(fields)))
+            assert (refused.status, refused.error["param"]) == (400, param)
             assert "EXO_RESPONSES_GB=0" in refused.error["message"]
+        silent = node.ask("POST", PATH, {**BODY, "store": None}).json
+        assert silent["store"] is False and "store_error" not in silent
         assert node.ask("GET", f"{PATH}/resp_1").status == 404
 
 
-def test_a_response_is_its_tokens_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("store", [True, None])
+def test_a_response_is_its_tokens_own(tmp_path: Path, store: bool | None) -> None:
     local = LocalToken(secrets.token_hex(32))
     options: dict[str, Any] = {"tokens": ApiTokens(tmp_path), "token": local}
     with serving_stored(store_in(tmp_path), **options) as node:
-        early = node.ask("POST", PATH, BODY).json["id"]
-        other = node.ask("POST", PATH, BODY).json["id"]
+        body = {**BODY, "store": store}
+        early = node.ask("POST", PATH, body).json["id"]
+        other = node.ask("POST", PATH, body).json["id"]
         assert node.ask("DELETE", f"{PATH}/{other}").status == 200, "a client without any key"
         one, two = (
             {"Authorization": f"Bearer {create_token(tmp_path, name)}"} for name in ("one", "two")
         )
-        finished = node.ask("POST", PATH, BODY, one).json["id"]
+        created = node.ask("POST", PATH, body, one).json
+        finished, item = created["id"], created["output"][0]["id"]
+        reference = {**body, "input": [{"type": "item_reference", "id": item}]}
+        assert node.ask("POST", PATH, reference, two).error["param"] == "input[0].id"
+        assert node.ask("POST", PATH, reference, one).status == 200
         node.chat.scripts["demo"] = hangs(Started((1,)))
         running = node.ask("POST", PATH, {**BODY, "background": True}, one).json["id"]
         for id in (early, finished, running):

@@ -58,15 +58,20 @@ CALL = CallPart("look", '{"at": "a"}', ends=True)
 TOOLS: Any = [{"type": "function", "name": "look", "parameters": {"type": "object"}}]
 
 
-def test_a_continued_conversation_is_the_one_that_is_sent_whole(node: Node, openai: Any) -> None:
+@pytest.mark.parametrize("store", [True, None])
+def test_a_continued_conversation_is_the_one_that_is_sent_whole(
+    node: Node, openai: Any, store: bool | None
+) -> None:
+    """Microsoft's agent-framework sends a tool's result alone, and no `store`."""
+    fields: dict[str, Any] = {"model": "demo", "store": store}
     events = (Started((1,)), ReasoningDelta("hm"), TextDelta("I look.", (2,)), CALL, FINISHED)
     node.chat.scripts["demo"] = says(*events)
     turns: list[Any] = [{"role": "user", "content": "first"}]
-    first = openai.responses.create(**FIELDS, input="first", instructions="Be kind.", tools=TOOLS)
+    first = openai.responses.create(**fields, input="first", instructions="Be kind.", tools=TOOLS)
     call: Any = first.output[-1]
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "a tree"}
     second = openai.responses.create(
-        **FIELDS, input=[result], tools=TOOLS, previous_response_id=first.id
+        **fields, input=[result], tools=TOOLS, previous_response_id=first.id
     )
     assert second.previous_response_id == first.id
     _ = openai.responses.create(

@@ -79,15 +79,6 @@ def test_the_oldest_responses_make_room(tmp_path: Path) -> None:
     assert (tmp_path / "responses" / FILE).stat().st_size <= 100_000, "the file becomes smaller"
 
 
-def test_no_more_than_the_greatest_number_stay(tmp_path: Path) -> None:
-    async def work(store: ResponseStore) -> None:
-        for number in range(6):
-            await add(store, f"r{number}")
-        assert [await is_there(store, f"r{n}") for n in range(6)] == [False] * 3 + [True] * 3
-
-    run(store_in(tmp_path, replace(LIMITS, number=3)), work)
-
-
 def test_a_response_expires_and_one_that_is_answered_does_not(tmp_path: Path) -> None:
     now = [1000.0]
 
