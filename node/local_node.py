@@ -8,7 +8,6 @@ from importlib.metadata import version as installed_version
 
 from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
-from .join.state import About
 from .links.layer_profiles import LayerProfiles
 from .links.measurements import Profiling
 from .machine.events import EventLog
@@ -72,11 +71,6 @@ class LocalNode:
     def usable_bytes(self) -> int:
         """Bytes of this machine's memory that stages may take."""
         return self._hardware.usable_bytes
-
-    def about(self) -> About:
-        """The description of this node that nodes of other clusters receive."""
-        address = f"{self.host}:{self.grpc_port}"
-        return About(self.settings.name, self._hardware.chip[:100], self.version, address)
 
     def facts(self) -> pb.NodeFacts:
         """The facts of this node for a heartbeat, as a new message that callers may extend."""

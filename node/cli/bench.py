@@ -8,20 +8,15 @@ import typer
 from ...placement.errors import InvalidSettings
 from . import output
 from .client import call, connect
-from .flags import AsJson, DataDir, LocalPort, group
-from .output import table
+from .flags import AsJson, DataDir, LocalPort, group, option
+from .output import Json, table
 from .plan import preview_path, preview_text
 from .times import TIMES
-
-Json = Mapping[str, Any]
 
 _PROFILE: Final = "/v1/cluster/profile"
 _INSTALL: Final = "`pip install 'exo-node[bench]'`, or in a checkout `pip install ./bench`, adds it"
 
-_PlacedModel = Annotated[
-    str | None,
-    typer.Option(metavar="ID", help="Say where this model would be placed, and why."),
-]
+_PlacedModel = Annotated[str | None, option("ID", "Say where this model would be placed, and why.")]
 _Measure = Annotated[bool, typer.Option("--measure", help="Measure every link anew first.")]
 
 bench = group("Measure models on this machine, and the cluster.")

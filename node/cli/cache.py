@@ -4,20 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from ...placement.errors import InvalidRequest
 from ..store.prefix_folder import StoredPrefix, prefix_root, remove_prefixes, stored_prefixes
-from .flags import AsJson, DataDir, client_settings, group
-from .output import minute, note, print_json, print_table, size
+from .flags import AsJson, DataDir, argument, client_settings, group
+from .output import minute, note, print_json, print_result, print_table, size
 
 cache = group("Show and clear the prompts that models keep on disk.")
 
 _UNREADABLE = "(unreadable)"
-_Model = Annotated[str, typer.Argument(metavar="MODEL", help="As `exo-node cache list` shows it.")]
-_MaybeModel = Annotated[
-    str | None, typer.Argument(metavar="[MODEL]", help="Only this model's; default: all.")
-]
+_Model = Annotated[str, argument("MODEL", "As `exo-node cache list` shows it.")]
+_MaybeModel = Annotated[str | None, argument("[MODEL]", "Only this model's; default: all.")]
 
 
 @cache.command("list")
@@ -70,10 +66,8 @@ def clear(model: _MaybeModel = None, data_dir: DataDir = None, as_json: AsJson =
     count, removed_bytes = remove_prefixes(_root(data_dir), model)
     if model is not None and not count:
         raise _no_prompts(model)
-    if as_json:
-        print_json({"removed": count, "bytes": removed_bytes})
-        return
-    note(f"removed {count} file{'' if count == 1 else 's'}, {size(removed_bytes)}")
+    text = f"removed {count} file{'' if count == 1 else 's'}, {size(removed_bytes)}"
+    print_result({"removed": count, "bytes": removed_bytes}, text, as_json=as_json)
 
 
 def _root(data_dir: str | None) -> Path:

@@ -14,7 +14,7 @@ import typer
 from ...placement.errors import ExoNodeError
 from ..machine.log import escape_controls
 from .client import ApiEndpoint, Comment, call, locate, stream
-from .flags import AsJson, DataDir, LocalPort, client_settings, models_on_disk
+from .flags import AsJson, DataDir, LocalPort, argument, client_settings, models_on_disk, option
 from .output import note, print_answer, print_json, stats_line
 
 if TYPE_CHECKING:
@@ -39,51 +39,41 @@ HELP: Final = """\
 /quit                the end, as is Ctrl-D
 Ctrl-C ends the answer, not the session. Alt-Enter begins a new line; a text of several lines may
 also stand between lines of \"\"\"."""
-_NUMBERS: Final[Mapping[str, type[int] | type[float]]] = {
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "max_tokens": int,
-    "seed": int,
-}
 _K: Final = "num_draft_tokens"
 _ANY_K: Final = 1 << 30
-BOUNDS: Final[Mapping[str, tuple[float, float]]] = {
-    "temperature": (0, 2),
-    "top_p": (0, 1),
-    "top_k": (0, 2**32 - 1),
-    "min_p": (0, 1),
-    "max_tokens": (1, 2**32 - 1),
-    "seed": (0, 2**64 - 1),
-    _K: (0, inf),
+BOUNDS: Final[Mapping[str, tuple[type[int] | type[float], float, float]]] = {
+    "temperature": (float, 0, 2),
+    "top_p": (float, 0, 1),
+    "top_k": (int, 0, 2**32 - 1),
+    "min_p": (float, 0, 1),
+    "max_tokens": (int, 1, 2**32 - 1),
+    "seed": (int, 0, 2**64 - 1),
+    _K: (int, 0, inf),
 }
-"""The least and the most that the node takes of each number; a model's K has a limit of its own."""
+"""The type, the least and the most of each number at the node; a model's K has its own limit."""
+_SET: Final = [name for name in BOUNDS if name != _K]
 _FENCE: Final = '"""'
 
 _Prompt = Annotated[
     str | None,
-    typer.Argument(
-        metavar="[PROMPT]",
-        help="What to ask; - or a pipe: stdin says. On a terminal nothing begins a conversation.",
+    argument(
+        "[PROMPT]",
+        "What to ask; - or a pipe: stdin says. On a terminal nothing begins a conversation.",
         show_default=False,
     ),
 ]
 _Model = Annotated[
     str | None,
-    typer.Option(
-        metavar="ID",
+    option(
+        "ID",
+        "A model's id; default: the loaded one, else the largest that fits.",
         autocompletion=models_on_disk,
-        help="A model's id; default: the loaded one, else the largest that fits.",
     ),
 ]
-_MaxTokens = Annotated[int | None, typer.Option(min=1, metavar="N", help="Stop after that many.")]
-_Temperature = Annotated[
-    float | None, typer.Option(min=0, metavar="T", help="0 is greedy; default: the model's.")
-]
+_MaxTokens = Annotated[int | None, option("N", "Stop after that many.", min=1)]
+_Temperature = Annotated[float | None, option("T", "0 is greedy; default: the model's.", min=0)]
 _NumDraftTokens = Annotated[
-    int | None,
-    typer.Option(min=0, metavar="K", help="Drafts a round; 0 is off; default: the model's."),
+    int | None, option("K", "Drafts a round; 0 is off; default: the model's.", min=0)
 ]
 
 
@@ -103,11 +93,7 @@ def chat(
     stderr.
     """
     settings = client_settings(port, data_dir)
-    flags = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "num_draft_tokens": num_draft_tokens,
-    }
+    flags = {"max_tokens": max_tokens, "temperature": temperature, _K: num_draft_tokens}
     options = {name: value for name, value in flags.items() if value is not None}
     if prompt is None and not as_json and sys.stdin.isatty():
         _converse(locate(settings), model, options, settings.data_dir)
@@ -230,14 +216,14 @@ class ChatSession:
         self.model = id
         reply = f"{id} answers from now on"
         if self.options.get(_K, 0) > self.depths.get(id, _ANY_K):
-            reply += f"; {self._number(_K, '-', int)}"
+            reply += f"; {self._number(_K, '-')}"
         return reply
 
     def _draft(self, text: str) -> str:
         most = self.depths.get(self.model, _ANY_K)
         if text.isdecimal() and int(text) > most:
             return f"{self.model} drafts at most {most} tokens a round; /k 0 to /k {most}"
-        reply = self._number(_K, text, int)
+        reply = self._number(_K, text)
         no_head = self.depths and most == _ANY_K and self.options.get(_K)
         return f"{reply}, without effect: {self.model} has no draft head" if no_head else reply
 
@@ -245,11 +231,12 @@ class ChatSession:
         if not words:
             options = ", ".join(f"{name} {value}" for name, value in self.options.items())
             return options or "everything is the model's own"
-        if len(words) != 2 or words[0] not in _NUMBERS:
-            return f"/set NAME VALUE, with one of {', '.join(_NUMBERS)}"
-        return self._number(words[0], words[1], _NUMBERS[words[0]])
+        if len(words) != 2 or words[0] not in _SET:
+            return f"/set NAME VALUE, with one of {', '.join(_SET)}"
+        return self._number(*words)
 
-    def _number(self, name: str, text: str, kind: type[int] | type[float]) -> str:
+    def _number(self, name: str, text: str) -> str:
+        kind, least, most = BOUNDS[name]
         if text == "-":
             _ = self.options.pop(name, None)
             return f"{name} is the model's own"
@@ -257,7 +244,6 @@ class ChatSession:
             value = kind(text)
         except ValueError:
             return f"{escape_controls(text)} is no {'number' if kind is float else 'whole number'}"
-        least, most = BOUNDS[name]
         if not least <= value <= most:  # NaN too
             upto = f"to {most}" if most < inf else "or more"
             return f"{name} is {escape_controls(text)}; give {least} {upto}"

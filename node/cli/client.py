@@ -4,10 +4,10 @@ import json
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Self, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from ...placement.errors import ExoNodeError
-from ..machine.data_dir_lock import find_running
+from ..machine.data_dir_lock import find_running, reachable
 from ..machine.log import escape_controls
 from ..trust.local_token import TOKEN_HEADER, read_token
 from .flags import client_settings
@@ -55,21 +55,15 @@ class CallFailed(ExoNodeError):
 
 @dataclass(frozen=True, slots=True)
 class ApiEndpoint:
-    """The address of the node's API, with the key and the token to send there."""
+    """The node's API, by the host that it is bound to, with the key and the token to send there."""
 
     host: str
     port: int
     api_key: str | None = None
     token: str | None = None
 
-    @classmethod
-    def of(cls, host: str, port: int, key: str | None = None, token: str | None = None) -> Self:
-        """The endpoint of a server bound to `host`; one bound to all addresses is on loopback."""
-        return cls({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port, key, token)
-
     def __str__(self) -> str:
-        """`host:port`, brackets around IPv6."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return reachable(self.host, self.port)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +71,6 @@ class Comment:
     """An SSE comment, which the node sends as progress: `prefill 512/4096`."""
 
     text: str
-
-
-@dataclass(frozen=True, slots=True)
-class EventData:
-    """The data of one SSE event, lines joined."""
-
-    data: str
 
 
 def connect(port: str | None, data_dir: str | None) -> ApiEndpoint:
@@ -98,7 +85,7 @@ def locate(settings: "ClientSettings") -> ApiEndpoint:
     """
     token = read_token(settings.data_dir)
     if settings.port is not None:
-        return ApiEndpoint.of(settings.host, settings.port, settings.api_key, token)
+        return ApiEndpoint(settings.host, settings.port, settings.api_key, token)
     running = find_running(settings.data_dir)
     if running is None:
         raise no_node(f"no node runs with the data folder {settings.data_dir}")
@@ -109,7 +96,7 @@ def locate(settings: "ClientSettings") -> ApiEndpoint:
             code="node_starting",
             remedy="try again in a moment",
         )
-    return ApiEndpoint.of(running.http_host, running.http_port, settings.api_key, token)
+    return ApiEndpoint(running.http_host, running.http_port, settings.api_key, token)
 
 
 def find_node(settings: "ClientSettings") -> ApiEndpoint | None:
@@ -162,15 +149,9 @@ def stream(
     """
     with _response(endpoint, path, body, None) as response:
         for event in parse_sse(response.iter_text()):
-            if isinstance(event, Comment):
-                yield event
-                continue
-            if event.data == "[DONE]":
+            if event == "[DONE]":
                 return
-            data = _as_object(event.data, endpoint)
-            if "error" in data:
-                raise _failure(data, None, None)
-            yield data
+            yield event if isinstance(event, Comment) else _as_event(event, endpoint)
     raise CallFailed("the node ended the connection before the answer was complete")
 
 
@@ -181,15 +162,12 @@ def follow(endpoint: ApiEndpoint, path: str) -> Generator[dict[str, Any]]:
     """
     with _response(endpoint, path, None, None) as response:
         for event in parse_sse(response.iter_text()):
-            if isinstance(event, EventData):
-                data = _as_object(event.data, endpoint)
-                if "error" in data:
-                    raise _failure(data, None, None)
-                yield data
+            if not isinstance(event, Comment):
+                yield _as_event(event, endpoint)
 
 
-def parse_sse(chunks: Iterable[str]) -> Iterator[Comment | EventData]:
-    """The comments and messages of a `text/event-stream`, of which this API uses data fields only.
+def parse_sse(chunks: Iterable[str]) -> Iterator[Comment | str]:
+    """The comments of a `text/event-stream`, and the data of its events, lines joined.
 
     `httpx2.EventSource` drops comments, which carry the progress of an answer, and its `iter_lines`
     also splits at characters that end no line of a stream, such as U+2028.
@@ -198,7 +176,7 @@ def parse_sse(chunks: Iterable[str]) -> Iterator[Comment | EventData]:
     for line in _lines(chunks):
         if not line:
             if data:
-                yield EventData("\n".join(data))
+                yield "\n".join(data)
             data.clear()
         elif line.startswith(":"):
             yield Comment(line[1:].strip())
@@ -243,7 +221,10 @@ def _response(
     except httpx2.TimeoutException as error:
         raise CallFailed(f"the node at {endpoint} did not answer in time") from error
     except httpx2.HTTPError as error:
-        raise CallFailed(f"the node at {endpoint} ended the connection: {error!r}") from error
+        raise CallFailed(
+            f"the node at {endpoint} ended the connection before it had answered",
+            remedy="it may be restarting: `exo-node status` shows when it is back",
+        ) from error
 
 
 def headers_of(endpoint: ApiEndpoint) -> dict[str, str]:
@@ -253,6 +234,13 @@ def headers_of(endpoint: ApiEndpoint) -> dict[str, str]:
     if endpoint.token is not None:
         headers[TOKEN_HEADER] = endpoint.token
     return headers
+
+
+def _as_event(text: str, endpoint: ApiEndpoint) -> dict[str, Any]:
+    data = _as_object(text, endpoint)
+    if "error" in data:
+        raise _failure(data, None, None)
+    return data
 
 
 def _as_object(text: str | bytes, endpoint: ApiEndpoint) -> dict[str, Any]:

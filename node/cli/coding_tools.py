@@ -17,7 +17,7 @@ from typing import Final
 KEY: Final = "$EXO_API_KEY"
 """The key in an invocation that is printed: the shell replaces it."""
 _LONGEST_ANSWER: Final = 8192
-_NODE_22: Final = "; it needs Node.js 22 or newer"
+_UV: Final = "uv tool install --python python3.12"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,8 @@ def _codex(served: ServedModel, _: Path) -> Invocation:
         "model_context_window": served.context,
         **{f"model_providers.exo.{name}": value for name, value in provider.items()},
     }
-    flags = (part for name, value in values.items() for part in ("-c", f"{name}={_toml(value)}"))
+    # A string or number in JSON is one in TOML too.
+    flags = (part for name, value in values.items() for part in ("-c", f"{name}={_json(value)}"))
     return Invocation(_key_variable(served), tuple(flags))
 
 
@@ -169,40 +170,20 @@ def _aider(served: ServedModel, folder: Path) -> Invocation:
     )
 
 
+def _npm(package: str, least_node: int | None = None) -> str:
+    needs = "" if least_node is None else f"; it needs Node.js {least_node} or newer"
+    return f"npm install -g {package}@latest{needs}"
+
+
 TOOLS: Final[Mapping[str, CodingTool]] = {
     tool.command: tool
     for tool in (
-        CodingTool(
-            "claude",
-            "Claude Code",
-            f"npm install -g @anthropic-ai/claude-code@latest{_NODE_22}",
-            32_768,
-            _claude,
-        ),
-        CodingTool("codex", "Codex", "npm install -g @openai/codex@latest", 16_384, _codex),
-        CodingTool("opencode", "opencode", "npm install -g opencode-ai@latest", 16_384, _opencode),
-        CodingTool(
-            "qwen",
-            "Qwen Code",
-            f"npm install -g @qwen-code/qwen-code@latest{_NODE_22}",
-            32_768,
-            _qwen,
-        ),
-        CodingTool(
-            "copilot",
-            "GitHub Copilot CLI",
-            f"npm install -g @github/copilot@latest{_NODE_22}",
-            32_768,
-            _copilot,
-        ),
-        CodingTool(
-            "aider",
-            "aider",
-            "uv tool install --python python3.12 aider-chat",
-            4096,
-            _aider,
-            calls=False,
-        ),
+        CodingTool("claude", "Claude Code", _npm("@anthropic-ai/claude-code", 22), 32_768, _claude),
+        CodingTool("codex", "Codex", _npm("@openai/codex"), 16_384, _codex),
+        CodingTool("opencode", "opencode", _npm("opencode-ai"), 16_384, _opencode),
+        CodingTool("qwen", "Qwen Code", _npm("@qwen-code/qwen-code", 22), 32_768, _qwen),
+        CodingTool("copilot", "GitHub Copilot CLI", _npm("@github/copilot", 22), 32_768, _copilot),
+        CodingTool("aider", "aider", f"{_UV} aider-chat", 4096, _aider, calls=False),
     )
 }
 """The tools by their commands. `least_context` follows the table in docs/clients.md."""
@@ -233,11 +214,6 @@ def _own_file(folder: Path, name: str, value: object) -> tuple[Path, str]:
 
 def _key_variable(served: ServedModel) -> dict[str, str]:
     return {} if served.key is None else {"EXO_API_KEY": served.key}
-
-
-def _toml(value: str | int) -> str:
-    """A string in TOML's basic form, which JSON's is too; or a number."""
-    return _json(value)
 
 
 def _json(value: object) -> str:

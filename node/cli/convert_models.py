@@ -7,10 +7,10 @@ import typer
 
 from ...placement.errors import ExoNodeError
 from .child import child_process
-from .flags import AsJson, DataDir, ModelsDir
+from .flags import AsJson, DataDir, ModelsDir, argument, option
 from .get_models import ProgressLine
 from .models import fit_text, lines_text, models, sampling_lines, this_machine
-from .output import note, print_json, size, text_of
+from .output import note, print_json, print_result, size, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,66 +30,46 @@ def _supported(bits: int | None) -> int | None:
     return bits
 
 
-_Target = Annotated[
-    str, typer.Argument(metavar="DST", help="The model without a head: an id, or a folder.")
-]
-_Source = Annotated[
-    str, typer.Argument(metavar="SRC", help="An unquantised model: an id, a folder.")
-]
+_Target = Annotated[str, argument("DST", "The model without a head: an id, or a folder.")]
+_Source = Annotated[str, argument("SRC", "An unquantised model: an id, a folder.")]
 _New = Annotated[
-    str | None,
-    typer.Argument(metavar="[DST]", help="The new folder; default: in the data folder's models."),
+    str | None, argument("[DST]", "The new folder; default: in the data folder's models.")
 ]
 _From = Annotated[
-    str | None,
-    typer.Option("--from", metavar="SRC", help="Where the head is: an id, a folder, a repository."),
+    str | None, option("SRC", "Where the head is: an id, a folder, a repository.", "--from")
 ]
 _HeadBits = Annotated[
     int | None,
-    typer.Option(
-        min=2,
-        max=8,
-        metavar="BITS",
-        callback=_supported,
-        help="Quantise the head; default: as it is.",
-    ),
+    option("BITS", "Quantise the head; default: as it is.", min=2, max=8, callback=_supported),
 ]
-_Bits = Annotated[
-    int,
-    typer.Option(min=2, max=8, metavar="BITS", callback=_supported, help="Bits of a weight."),
-]
-_Revision = Annotated[str | None, typer.Option(metavar="REVISION", help="Of the head's source.")]
+_Bits = Annotated[int, option("BITS", "Bits of a weight.", min=2, max=8, callback=_supported)]
+_Revision = Annotated[str | None, option("REVISION", "Of the head's source.")]
 _Output = Annotated[
     str | None,
-    typer.Option(
-        "--output",
-        metavar="DIR",
-        help="A new folder, which shares DST's files; default: DST itself, or for one of the "
+    option(
+        "DIR",
+        "A new folder, which shares DST's files; default: DST itself, or for one of the "
         "Hugging Face cache a folder in the data folder's models.",
+        "--output",
     ),
 ]
-_File = Annotated[
-    str,
-    typer.Argument(metavar="FILE", help="A GGUF file: its path, or its name in `exo-node models`."),
-]
-_Name = Annotated[
-    str | None, typer.Argument(metavar="[NAME]", help="The new model's name; default: the file's.")
-]
+_File = Annotated[str, argument("FILE", "A GGUF file: its path, or its name in `exo-node models`.")]
+_Name = Annotated[str | None, argument("[NAME]", "The new model's name; default: the file's.")]
 _RestBits = Annotated[
     int | None,
-    typer.Option(
+    option(
+        "BITS",
+        "Quantise what cannot stay as it is in the file; default: bfloat16.",
         min=2,
         max=8,
-        metavar="BITS",
         callback=_supported,
-        help="Quantise what cannot stay as it is in the file; default: bfloat16.",
     ),
 ]
 _Dense = Annotated[
     bool,
     typer.Option("--bfloat16", help="Make all weights bfloat16, which Linux CPUs compute faster."),
 ]
-_Checked = Annotated[str, typer.Argument(metavar="MODEL", help="A model's id, or a folder.")]
+_Checked = Annotated[str, argument("MODEL", "A model's id, or a folder.")]
 
 
 @models.command()
@@ -170,17 +150,11 @@ def import_file(
         raise ExoNodeError(f"a model {name} is on this machine already; give another NAME")
     if bfloat16 and bits is not None:
         raise typer.BadParameter("give either --bits or --bfloat16", param_hint="--bits")
-    request = {
-        "source": str(place.path),
-        "target": str(target),
-        "bits": bits,
-        "dense": bfloat16,
-    }
+    paths = {"source": str(place.path), "target": str(target)}
+    request = {**paths, "bits": bits, "dense": bfloat16}
     result = _child_result(_IMPORT, request, as_json=as_json)
-    if as_json:
-        print_json({"id": name, **result})
-    else:
-        note(f"{name} is ready in {result['folder']}{_kept_text(result['tensors'])}")
+    text = f"{name} is ready in {result['folder']}{_kept_text(result['tensors'])}"
+    print_result({"id": name, **result}, text, as_json=as_json)
 
 
 def _kept_text(matrices: dict[str, int]) -> str:
@@ -270,7 +244,11 @@ def _run(
         "head_files": list(head.files) if head else [],
         "head_bits": head_bits,
     }
-    _report(_child_result(_CHILD, request, as_json=as_json), as_json=as_json)
+    result = _child_result(_CHILD, request, as_json=as_json)
+    if result["note"] and not as_json:
+        note(result["note"])
+    made = "with its MTP head" if result["head"] == "found" else f"without a head: {result['head']}"
+    print_result(result, f"{result['folder']} is ready, {made}", as_json=as_json)
 
 
 def _child_result(module: str, request: dict[str, Any], *, as_json: bool) -> dict[str, Any]:
@@ -308,13 +286,3 @@ def _pass_on(lines: "Iterable[bytes]") -> str:
             note(last)
         last = line.decode(errors="replace").rstrip()
     return last
-
-
-def _report(result: dict[str, Any], *, as_json: bool) -> None:
-    if as_json:
-        print_json(result)
-        return
-    if result["note"]:
-        note(result["note"])
-    head = "with its MTP head" if result["head"] == "found" else f"without a head: {result['head']}"
-    note(f"{result['folder']} is ready, {head}")

@@ -5,7 +5,7 @@ import platform
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,13 +17,13 @@ from ...placement.errors import ExoNodeError
 from ...shard.checkpoint.vision import LIGHT_WAY, has_extra
 from ..machine.private_files import update_private
 from .client import ApiEndpoint, call, connect, follow, with_remedy
-from .flags import AsJson, DataDir, LocalPort, client_settings
+from .flags import AsJson, DataDir, LocalPort, argument, client_settings
 from .join import not_asked_text
-from .output import joined, note, print_json
+from .output import Json, joined, note, print_json
 from .status import offline_text
 from .times import TIMES
 
-_File = Annotated[str, typer.Argument(metavar="FILE", help="Where to write it.")]
+_File = Annotated[str, argument("FILE", "Where to write it.")]
 
 _LEAST_DISK: Final = 20 * 10**9
 _LEAST_MEMORY: Final = 4 * 10**9
@@ -185,7 +185,7 @@ def _node(endpoint: ApiEndpoint) -> Iterator[Finding]:
         yield from _reach(endpoint, me)
 
 
-def _reach(endpoint: ApiEndpoint, me: Mapping[str, Any]) -> Iterator[Finding]:
+def _reach(endpoint: ApiEndpoint, me: Json) -> Iterator[Finding]:
     """Whether members reach this node, by multicast too, and how far their clocks are off."""
     try:
         reach = call(endpoint, "/v1/cluster/reach")
@@ -202,7 +202,7 @@ def _reach(endpoint: ApiEndpoint, me: Mapping[str, Any]) -> Iterator[Finding]:
             yield _multicast(member)
 
 
-def _way_back(member: Mapping[str, Any], me: Mapping[str, Any]) -> Finding:
+def _way_back(member: Json, me: Json) -> Finding:
     """Whether the member reaches this node; `_member` checks the other direction."""
     name, port = member.get("name"), me.get("port")
     where = f"this node at {me.get('host')}:{port}"
@@ -219,7 +219,7 @@ def _firewall(port: object) -> str:
     return f"with ufw: `sudo ufw allow {port}/tcp`"
 
 
-def _clock(member: Mapping[str, Any]) -> Finding:
+def _clock(member: Json) -> Finding:
     name, ahead = member.get("name"), member.get("clock_ahead_s")
     if ahead is None:
         return Finding("clock", "warning", f"{name} has not told its time", "ask again in a minute")
@@ -231,7 +231,7 @@ def _clock(member: Mapping[str, Any]) -> Finding:
     return Finding("clock", "warning", text, remedy)
 
 
-def _multicast(member: Mapping[str, Any]) -> Finding:
+def _multicast(member: Json) -> Finding:
     if member.get("mdns"):
         return Finding("multicast", "ok", f"{member.get('name')} answers by mDNS")
     remedy = (
@@ -242,7 +242,7 @@ def _multicast(member: Mapping[str, Any]) -> Finding:
     return Finding("multicast", "warning", text, remedy)
 
 
-def _member(member: Mapping[str, Any], me: Mapping[str, Any]) -> Finding:
+def _member(member: Json, me: Json) -> Finding:
     name, status = str(member.get("name")), str(member.get("status"))
     where = f"{member.get('host')}:{member.get('port')}"
     if member.get("version") != me.get("version"):

@@ -10,14 +10,12 @@ import typer
 from ..machine.events import EVENTS_PATH
 from ..machine.log import escape_controls
 from .client import connect, follow
-from .flags import AsJson, DataDir, LocalPort
+from .flags import AsJson, DataDir, LocalPort, option
 
 _Follow = Annotated[
     bool, typer.Option("--follow", "-f", help="Go on with what happens, until Ctrl-C.")
 ]
-_Limit = Annotated[
-    int, typer.Option(min=0, max=1000, metavar="N", help="The latest N of those before.")
-]
+_Limit = Annotated[int, option("N", "The latest N of those before.", min=0, max=1000)]
 _Own = Annotated[
     bool, typer.Option("--node", help="What this node saw itself, not what the head did.")
 ]

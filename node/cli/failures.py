@@ -65,35 +65,31 @@ class CommandFailure:
         return json.dumps({"error": {"message": self.message, "code": self.code, **remedy}})
 
 
-def failure_of(error: ExoNodeError) -> CommandFailure:
-    """The failure of an error of the tree; one without a code of its own has the code `failed`."""
+def failure_of(error: Exception, *, as_json: bool) -> CommandFailure | None:
+    """The failure that an error of the tree, a full disk or a missing permission is, or None.
+
+    With `as_json` an error of the parser and a refused question are failures, too. An error without
+    a code of its own has the code `failed`.
+    """
     from .client import CallFailed
 
+    if as_json and isinstance(error, _WrongUse):
+        return CommandFailure(error.format_message(), "wrong_use", error.exit_code)
     match error:
         case CallFailed():
             return CommandFailure(error.what, error.code, error.exit_code, error.remedy)
         case InvalidSettings():
             return CommandFailure(error.message, error.code, _EXIT_USAGE)
-        case _:
+        case ExoNodeError():
             code = "failed" if type(error) is ExoNodeError else error.code
             return CommandFailure(error.message, code, _EXIT_FAILED)
-
-
-def fault_of_machine(error: Exception) -> CommandFailure | None:
-    """The failure that a full disk or a missing permission is; None for any other error."""
-    if not isinstance(error, OSError) or (remedy := _OF_THE_MACHINE.get(error.errno or 0)) is None:
-        return None
-    where = "" if error.filename is None else f" ({error.filename})"
-    return CommandFailure(f"{error.strerror}{where}", "failed", _EXIT_FAILED, remedy)
-
-
-def unfinished(error: Exception) -> CommandFailure | None:
-    """The failure that an error of the parser or a refused question is; None for any other."""
-    if isinstance(error, _WrongUse):
-        return CommandFailure(error.format_message(), "wrong_use", error.exit_code)
-    if isinstance(error, typer.Abort):
-        return CommandFailure("the question was not answered with yes", "aborted", _EXIT_FAILED)
-    return None
+        case OSError() if remedy := _OF_THE_MACHINE.get(error.errno or 0):
+            where = "" if error.filename is None else f" ({error.filename})"
+            return CommandFailure(f"{error.strerror}{where}", "failed", _EXIT_FAILED, remedy)
+        case typer.Abort() if as_json:
+            return CommandFailure("the question was not answered with yes", "aborted", _EXIT_FAILED)
+        case _:
+            return None
 
 
 def wants_json(command: Any, words: Sequence[str]) -> bool:

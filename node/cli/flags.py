@@ -1,6 +1,6 @@
 """Flags that several commands share, and the names that a shell completes."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -41,64 +41,50 @@ def _names(path: str, field: str, incomplete: str, within: str = "data") -> list
 
 # --------------------------------------------------------------------------------- the flags
 
-DataDir = Annotated[
-    str | None,
-    typer.Option(metavar="DIR", help="The node's data folder. [EXO_DATA_DIR]"),
-]
+
+def option(metavar: str, help: str, *names: str, **details: Any) -> Any:
+    """An option that takes a value, which the help calls `metavar`."""
+    return typer.Option(*names, metavar=metavar, help=help, **details)
+
+
+def argument(metavar: str, help: str, **details: Any) -> Any:
+    return typer.Argument(metavar=metavar, help=help, **details)
+
+
+DataDir = Annotated[str | None, option("DIR", "The node's data folder. [EXO_DATA_DIR]")]
 LocalPort = Annotated[
     str | None,
-    typer.Option(
-        metavar="PORT",
-        help="The node's HTTP port; default: that of the node on the data folder. [EXO_PORT]",
+    option(
+        "PORT", "The node's HTTP port; default: that of the node on the data folder. [EXO_PORT]"
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Dtype = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DTYPE", help="auto, float32, bfloat16 or float16; default: auto. [EXO_DTYPE]"
-    ),
+    str | None, option("DTYPE", "auto, float32, bfloat16 or float16; default: auto. [EXO_DTYPE]")
 ]
 ModelsDir = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="DIR",
-        help="A folder of models, NAME or PUBLISHER/NAME, besides the Hugging Face cache; "
+    option(
+        "DIR",
+        "A folder of models, NAME or PUBLISHER/NAME, besides the Hugging Face cache; "
         "repeatable. [EXO_MODELS_DIR]",
     ),
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A model's id.", autocompletion=models_on_disk)
-]
-MinNodes = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Over so many nodes at least.")
-]
-MaxNodes = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Over so many nodes at most.")
-]
-Context = Annotated[
-    int | None, typer.Option(min=1, metavar="TOKENS", help="Room for a context of so many.")
-]
+Model = Annotated[str, argument("MODEL", "A model's id.", autocompletion=models_on_disk)]
+MinNodes = Annotated[int | None, option("N", "Over so many nodes at least.", min=1)]
+MaxNodes = Annotated[int | None, option("N", "Over so many nodes at most.", min=1)]
+Context = Annotated[int | None, option("TOKENS", "Room for a context of so many.", min=1)]
 KvBits = Annotated[
-    int | None,
-    typer.Option(
-        metavar="BITS", help="Attention caches of 8 or 4 bits a number; 0: not quantised."
-    ),
+    int | None, option("BITS", "Attention caches of 8 or 4 bits a number; 0: not quantised.")
 ]
 Nodes = Annotated[
-    str | None,
-    typer.Option(
-        metavar="A,B", autocompletion=node_names, help="Just these nodes, in whatever order."
-    ),
+    str | None, option("A,B", "Just these nodes, in whatever order.", autocompletion=node_names)
 ]
 Layers = Annotated[
-    str | None,
-    typer.Option(metavar="A:8,B:8", help="This split: layers of each, the generator first."),
+    str | None, option("A:8,B:8", "This split: layers of each, the generator first.")
 ]
-Exclude = Annotated[
-    str | None, typer.Option(metavar="A,B", autocompletion=node_names, help="Not these nodes.")
-]
+Exclude = Annotated[str | None, option("A,B", "Not these nodes.", autocompletion=node_names)]
 
 
 def group(help: str) -> typer.Typer:

@@ -5,8 +5,6 @@ import time
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
-import typer
-
 from ...placement.errors import ExoNodeError, PlacementNotFound
 from ...placement.reasons import first_clause
 from . import flags
@@ -14,30 +12,36 @@ from .client import call, connect, delete
 from .load import answering_text, copies_of, parse_count, placement_body
 from .load import load as load_model
 from .models import ModelId, entries_of_node, fit_text, models, this_machine
-from .output import caches_text, confirm, note, print_json, print_table, size, text_of
+from .output import (
+    StatusLine,
+    caches_text,
+    confirm,
+    duration,
+    note,
+    print_json,
+    print_result,
+    print_table,
+    size,
+    text_of,
+)
 from .times import TIMES
 
 if TYPE_CHECKING:
     from ..store.transfers import Progress
 
 _Revision = Annotated[
-    str | None,
-    typer.Option(metavar="REVISION", help="A branch, tag or commit; default: the main branch."),
+    str | None, flags.option("REVISION", "A branch, tag or commit; default: the main branch.")
 ]
 _Quant = Annotated[
     int | None,
-    typer.Option(
-        min=2, max=8, metavar="BITS", help="The published quantisation of so many bits instead."
-    ),
+    flags.option("BITS", "The published quantisation of so many bits instead.", min=2, max=8),
 ]
-_Replicas = Annotated[
-    str | None, typer.Option(metavar="N|auto", help="Copies, each on nodes of its own.")
-]
+_Replicas = Annotated[str | None, flags.option("N|auto", "Copies, each on nodes of its own.")]
 _LoadedModel = Annotated[
     str,
-    typer.Argument(
-        metavar="MODEL",
-        help="The id of a loaded model, or of its placement.",
+    flags.argument(
+        "MODEL",
+        "The id of a loaded model, or of its placement.",
         autocompletion=flags.loaded_models,
     ),
 ]
@@ -75,7 +79,7 @@ def pull(
 
 @models.command()
 def search(
-    words: Annotated[list[str], typer.Argument(metavar="WORDS", help="Of models' names.")],
+    words: Annotated[list[str], flags.argument("WORDS", "Of models' names.")],
     port: flags.LocalPort = None,
     data_dir: flags.DataDir = None,
     as_json: flags.AsJson = False,
@@ -120,10 +124,9 @@ def rm(
         refusal = f"--yes: say that {id} may be deleted"
         confirm(f"Delete {id} from this machine's disk?", refusal)
     removal.carry_out()
-    if as_json:
-        print_json({"id": id, "deleted": True, "freed_bytes": removal.freed_bytes})
-    else:
-        note(f"{id} is deleted; {size(removal.freed_bytes)} are free again")
+    result = {"id": id, "deleted": True, "freed_bytes": removal.freed_bytes}
+    text = f"{id} is deleted; {size(removal.freed_bytes)} are free again"
+    print_result(result, text, as_json=as_json)
 
 
 @models.command()
@@ -146,17 +149,11 @@ def load(
     It runs where `exo-node plan` with the same options would place it. One that is loaded with
     other options is loaded again. A chat loads its model by itself.
     """
-    options = {
-        # With nothing but a number of copies, the options of an earlier load would hold.
-        "min_nodes": 1 if min_nodes is None and replicas is not None else min_nodes,
-        "max_nodes": max_nodes,
-        "context": context,
-        "kv_bits": kv_bits,
-        "nodes": nodes,
-        "layers": layers,
-        "exclude": exclude,
-        "replicas": None if replicas is None else parse_count(replicas, "--replicas"),
-    }
+    if replicas is not None:  # with a number of copies alone, an earlier load's options would hold
+        min_nodes = min_nodes or 1
+    options = {"min_nodes": min_nodes, "max_nodes": max_nodes, "context": context}
+    options |= {"kv_bits": kv_bits, "nodes": nodes, "layers": layers, "exclude": exclude}
+    options |= {"replicas": None if replicas is None else parse_count(replicas, "--replicas")}
     endpoint = connect(port, data_dir)
     placement = load_model(endpoint, placement_body(model, options))
     if as_json:
@@ -185,10 +182,7 @@ def unload(
         raise PlacementNotFound(f"{model} is not loaded; {names} now", param="MODEL")
     for id in ids:
         delete(endpoint, f"/v1/placements/{quote(id, safe='')}")
-    if as_json:
-        print_json({"model": model, "unloaded": ids})
-    else:
-        note(f"{model} is unloaded")
+    print_result({"model": model, "unloaded": ids}, f"{model} is unloaded", as_json=as_json)
 
 
 class ProgressLine:
@@ -197,9 +191,9 @@ class ProgressLine:
     def __init__(self, name: str) -> None:
         self._name = name
         self._terminal = sys.stderr.isatty()
+        self._line = StatusLine()
         self._first: tuple[float, int] | None = None
         self._printed_at = 0.0
-        self._drawn = False
 
     def show(self, news: "Progress") -> None:
         now = time.monotonic()
@@ -210,15 +204,10 @@ class ProgressLine:
             return
         self._printed_at = now
         text = self._text(news, now)
-        if self._terminal:
-            print(f"\r{text.ljust(79)}", end="", file=sys.stderr, flush=True)
-            self._drawn = True
-        else:
-            note(text)
+        self._line.show(text) if self._terminal else note(text)
 
     def end(self) -> None:
-        if self._drawn:
-            print(file=sys.stderr, flush=True)
+        self._line.end()
 
     def _text(self, news: "Progress", now: float) -> str:
         began, before = self._first or (now, 0)
@@ -228,11 +217,5 @@ class ProgressLine:
         rate = (news.done_bytes - before) / (now - began) if now > began else 0.0
         if rate > 0 and news.done_bytes < news.total_bytes:
             remaining_s = (news.total_bytes - news.done_bytes) / rate
-            text += f", {rate / 1e6:,.1f} MB/s, {_duration(remaining_s)} left"
+            text += f", {rate / 1e6:,.1f} MB/s, {duration(remaining_s)} left"
         return text
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -2,43 +2,38 @@
 `dashboard`."""
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final
+from collections.abc import Sequence
+from typing import Annotated, Final
 
 import typer
 
 from ...placement.errors import ExoNodeError, InvalidRequest
 from ..machine.log import escape_controls
-from ..machine.node_names import matching_nodes
+from ..machine.node_names import named_node
 from . import output
 from .client import ApiEndpoint, call, connect, find_node
-from .flags import AsJson, DataDir, LocalPort, Yes, client_settings
-from .output import confirm, note, table, text_of
+from .flags import AsJson, DataDir, LocalPort, Yes, argument, client_settings
+from .output import Json, confirm, note, table, text_of
 from .status import node_row
 from .times import TIMES
 
-Json = Mapping[str, Any]
-
 _Digits = Annotated[
     list[str],
-    typer.Argument(
-        metavar="DIGITS [NAME]",
-        help="The six digits that the new node shows; its name or id too where several ask.",
+    argument(
+        "DIGITS [NAME]",
+        "The six digits that the new node shows; its name or id too where several ask.",
     ),
 ]
 _Candidate = Annotated[
-    str | None, typer.Argument(metavar="[NAME]", help="A name or id that asks.", show_default=False)
+    str | None, argument("[NAME]", "A name or id that asks.", show_default=False)
 ]
 _Key = Annotated[
-    str,
-    typer.Argument(
-        metavar="KEY", help="The cluster's key (`exo-node key`); - or nothing: it is asked for."
-    ),
+    str, argument("KEY", "The cluster's key (`exo-node key`); - or nothing: it is asked for.")
 ]
 _Without = Annotated[
     list[str] | None,
     typer.Option(
-        help="A node that stays out: its name, or 8 characters or more of its id. Repeatable.",
+        help="A node that stays out: its name, or 8 characters or more of its id. Repeatable."
     ),
 ]
 _RekeyYes = Annotated[
@@ -103,6 +98,8 @@ def join(
     from ..trust.keys import parse_cluster_key
 
     settings = client_settings(port, data_dir)
+    if again and cluster_key != "-":
+        raise typer.BadParameter("give either KEY or --again, which needs none")
     if again:
         if endpoint := find_node(settings):
             _ = call(endpoint, "/v1/join/again", {})
@@ -208,19 +205,14 @@ def _select_request(endpoint: ApiEndpoint, text: str) -> Json:
     Digits are tried with one node alone, because each try reveals something of them to it.
     """
     pending: list[Json] = call(endpoint, _REQUESTS).get("data", [])
-    matches = pending
-    if text:
-        matches = matching_nodes(text, pending, name=_name, id=lambda r: str(r["node"]))
-    if len(matches) == 1:
-        return matches[0]
     if not pending:
         raise InvalidRequest("no node asks to join this cluster", param="NAME")
-    names = ", ".join(f"{text_of(r.get('name'))} ({text_of(r.get('node'))})" for r in pending)
-    if matches:
-        why = f"say which node is meant, by its name or id: {names}"
-    else:
-        why = f"no node called '{text[:64]}' asks to join; these ask: {names}"
-    raise InvalidRequest(why, param="NAME")
+    if text:
+        return _named(text, pending, "node", "the nodes that ask to join", "NAME")
+    if len(pending) == 1:
+        return pending[0]
+    names = ", ".join(f"{each['name']} ({each['node']})" for each in pending)
+    raise InvalidRequest(f"say which node is meant, by its name or id: {names}", param="NAME")
 
 
 def _read_key() -> str:
@@ -292,7 +284,7 @@ def _own_request_lines(joining: Json) -> list[str]:
 
 def _rekey_question(cluster: Json, without: Sequence[str]) -> str:
     others: list[Json] = [n for n in cluster.get("nodes", []) if not n.get("self")]
-    excluded = [n for text in without for n in _named(text, others)]
+    excluded = [_named(text, others, "id", "the other nodes", "--without") for text in without]
     out = [n for n in others if n in excluded or n.get("status") != "alive"]
     stay = ", ".join(text_of(n.get("name")) for n in others if n not in out) or "no other node"
     drop = ", ".join(f"{text_of(n.get('name'))} ({text_of(n.get('status'))})" for n in out)
@@ -300,25 +292,11 @@ def _rekey_question(cluster: Json, without: Sequence[str]) -> str:
     return escape_controls(question)
 
 
-def _named(text: str, others: Sequence[Json]) -> list[Json]:
-    """The node of that name or id. Raises InvalidRequest for none and for several."""
-    found = matching_nodes(text, others, name=_name, id=_id)
-    if len(found) == 1:
-        return found
-    ids = ", ".join(f"{text_of(n.get('name'))} ({text_of(n.get('id'))})" for n in found or others)
-    why = "several nodes are called" if found else "no other node is called"
-    raise InvalidRequest(
-        f"{why} '{text[:64]}'; there {'are' if ids else 'is'} {ids or 'none'}",
-        param="--without",
+def _named(text: str, nodes: Sequence[Json], id: str, group: str, param: str) -> Json:
+    """The entry of the API that a text means; `id` is the field of its id."""
+    return named_node(
+        text, nodes, name=lambda n: n["name"], id=lambda n: n[id], group=group, param=param
     )
-
-
-def _name(node: Json) -> str:
-    return str(node.get("name"))
-
-
-def _id(node: Json) -> str:
-    return str(node.get("id"))
 
 
 def rekey_text(answer: Json) -> str:

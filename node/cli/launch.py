@@ -19,7 +19,7 @@ from ..machine.private_files import replace_private
 from ..machine.setting_sources import environment
 from .client import CallFailed, locate
 from .coding_tools import KEY, TOOLS, CodingTool, Invocation, ServedModel, shell_lines
-from .flags import DataDir, LocalPort, client_settings, models_on_disk
+from .flags import DataDir, LocalPort, argument, client_settings, models_on_disk, option
 from .model_choice import choose, load
 from .output import note
 from .times import TIMES
@@ -37,15 +37,12 @@ def _tool_names(incomplete: str) -> list[str]:
     return [name for name in TOOLS if name.startswith(incomplete)]
 
 
-_Tool = Annotated[
-    str,
-    typer.Argument(metavar="TOOL", help=f"One of {', '.join(TOOLS)}.", autocompletion=_tool_names),
-]
+_Tool = Annotated[str, argument("TOOL", f"One of {', '.join(TOOLS)}.", autocompletion=_tool_names)]
 _Model = Annotated[
     str | None,
-    typer.Argument(
-        metavar="MODEL",
-        help="A model's id; default: the loaded one.",
+    argument(
+        "MODEL",
+        "A model's id; default: the loaded one.",
         autocompletion=models_on_disk,
         show_default=False,
     ),
@@ -55,11 +52,7 @@ _Print = Annotated[
 ]
 _Context = Annotated[
     int | None,
-    typer.Option(
-        min=1,
-        metavar="TOKENS",
-        help="Room for a context of so many; a model with less is reloaded.",
-    ),
+    option("TOKENS", "Room for a context of so many; a model with less is reloaded.", min=1),
 ]
 
 

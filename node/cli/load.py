@@ -9,17 +9,14 @@ import typer
 
 from ...placement.options import parse_split
 from .client import ApiEndpoint, CallFailed, call, connect
-from .flags import AsJson, DataDir, LocalPort, Model
-from .output import StatusLine, note, print_json, text_of
+from .flags import AsJson, DataDir, LocalPort, Model, argument
+from .output import Json, StatusLine, note, print_json, text_of
 from .times import TIMES
 
 _PLACEMENTS: Final = "/v1/placements"
 
 _Count = Annotated[
-    str,
-    typer.Argument(
-        metavar="N", help="Copies, each on nodes of its own, or auto: as many as answers need."
-    ),
+    str, argument("N", "Copies, each on nodes of its own, or auto: as many as answers need.")
 ]
 
 
@@ -55,13 +52,13 @@ def parse_count(text: str, param: str) -> int | str:
     raise typer.BadParameter(f"{text!r} is no number from 1 to 8, nor auto", param_hint=param)
 
 
-def copies_of(endpoint: ApiEndpoint, placement: Mapping[str, Any]) -> list[dict[str, Any]]:
+def copies_of(endpoint: ApiEndpoint, placement: Json) -> list[dict[str, Any]]:
     """All placements of that placement's model. Raises CallFailed."""
     placements: list[dict[str, Any]] = call(endpoint, _PLACEMENTS).get("data", [])
     return [each for each in placements if each.get("model") == placement.get("model")]
 
 
-def answering_text(placement: Mapping[str, Any], copies: Sequence[Mapping[str, Any]]) -> str:
+def answering_text(placement: Json, copies: Sequence[Json]) -> str:
     """How many copies answer, of how many that should, why not all, and the options that hold."""
     ready, desired = _ready(copies), int(placement.get("replicas", 1))
     current = next((each for each in copies if "replicas_missing" in each), placement)
@@ -71,7 +68,7 @@ def answering_text(placement: Mapping[str, Any], copies: Sequence[Mapping[str, A
     return f"{text}; each is {asked_for}" if asked_for else text
 
 
-def held_options_text(placement: Mapping[str, Any]) -> str:
+def held_options_text(placement: Json) -> str:
     """The options that an earlier load gave and that hold, with the remedy; "" without any."""
     if not (options := placement.get("asked_for")):
         return ""
@@ -81,7 +78,7 @@ def held_options_text(placement: Mapping[str, Any]) -> str:
     return f"placed as was asked for ({options}); `{command}` drops that"
 
 
-def _ready(copies: Sequence[Mapping[str, Any]]) -> int:
+def _ready(copies: Sequence[Json]) -> int:
     return sum(each.get("status") == "ready" for each in copies)
 
 
@@ -107,7 +104,7 @@ def placement_body(model: str, options: Mapping[str, object]) -> dict[str, Any]:
     return body
 
 
-def load(endpoint: ApiEndpoint, body: Mapping[str, Any]) -> dict[str, Any]:
+def load(endpoint: ApiEndpoint, body: Json) -> dict[str, Any]:
     """Loads `model` of a body with options, and shows the progress on a terminal.
 
     Returns the placement. No time limit. Raises CallFailed.
@@ -131,7 +128,7 @@ def _progress(endpoint: ApiEndpoint, model: str) -> Generator[None]:
             with suppress(CallFailed):  # the load itself reports what is wrong
                 for placement in call(endpoint, _PLACEMENTS).get("data", []):
                     if placement.get("model") == model and placement.get("progress"):
-                        line.show(f"{model}: {placement['progress']}", below=False)
+                        line.show(f"{model}: {placement['progress']}")
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()

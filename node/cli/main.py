@@ -10,17 +10,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache, partial
-from types import ModuleType
+from importlib import import_module
 from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from ...placement.errors import ExoNodeError
 from ..machine.own_command import own_program, typable
 from ..machine.setting_sources import forget_variables_of_libraries
-from .failures import failure_of, fault_of_machine, unfinished, wants_json
+from .failures import failure_of, wants_json
 
 _AS_JSON: Final = "exo-node.as-json"
 
@@ -66,6 +65,15 @@ The help of `exo-node` shows it, so that it need not import the commands.
 COMMANDS: Final[Mapping[str, str]] = {
     name: sentence for group in GROUPS.values() for name, sentence in group.items()
 }
+_MEMBERS: Final = ("nodes", "approve", "deny", "join", "key", "leave", "rekey", "dashboard")
+_MODULES: Final[Mapping[str, str]] = {
+    "stop": "start",
+    "replicas": "load",
+    "report": "doctor",
+    "models": "convert_models",  # the last of the modules that add commands to this group
+    **dict.fromkeys(_MEMBERS, "join"),
+}
+"""The modules of the commands that share one."""
 FIRST: Final = "Begin with `exo-node start`, then, in another terminal, `exo-node chat`."
 SYNONYMS: Final[Mapping[str, Sequence[str]]] = {
     "serve": ("start",),
@@ -96,7 +104,7 @@ def load_command(name: str) -> Any:
     """Builds a command with its options."""
     if name != "launch":  # the coding tool that it starts gets all variables
         forget_variables_of_libraries()
-    target = getattr(_module(name), name)
+    target = getattr(import_module(f".{_MODULES.get(name, name)}", __package__), name)
     if not isinstance(target, typer.Typer):
         function, target = target, typer.Typer(add_completion=False, rich_markup_mode=None)
         _ = target.command(name)(function)
@@ -121,43 +129,6 @@ def _usage(argument: Any, _: object) -> list[str]:
         return []
     name = argument.metavar or argument.name.upper()
     return [name if argument.required or name.startswith("[") else f"[{name}]"]
-
-
-def _module(name: str) -> ModuleType:
-    match name:
-        case "start" | "stop":
-            from . import start as module
-        case "chat":
-            from . import chat as module
-        case "launch":
-            from . import launch as module
-        case "status":
-            from . import status as module
-        case "models":  # the last of the modules that add commands to this group
-            from . import convert_models as module
-        case "top":
-            from . import top as module
-        case "token":
-            from . import token as module
-        case "cache":
-            from . import cache as module
-        case "plan":
-            from . import plan as module
-        case "replicas":
-            from . import load as module
-        case "events":
-            from . import events as module
-        case "service":
-            from . import service as module
-        case "doctor" | "report":
-            from . import doctor as module
-        case "verify":
-            from . import verify as module
-        case "bench":
-            from . import bench as module
-        case _:
-            from . import join as module
-    return module
 
 
 class _Commands(TyperGroup):
@@ -197,16 +168,10 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except Exception as error:
             as_json = ctx.meta[_AS_JSON]
-            failure = (
-                failure_of(error) if isinstance(error, ExoNodeError) else fault_of_machine(error)
-            )
-            if failure is None and as_json:
-                failure = unfinished(error)
-            if failure is None:
+            if (failure := failure_of(error, as_json=as_json)) is None:
                 raise  # the parser prints its own errors in words
-            _print_error(
-                failure.as_json() if as_json else f"exo-node: {typable(failure.sentence())}"
-            )
+            line = failure.as_json() if as_json else f"exo-node: {typable(failure.sentence())}"
+            print(line, file=sys.stderr, flush=True)
             raise typer.Exit(failure.exit_code) from error
 
     def _first_of(self, words: list[str]) -> Any:
@@ -249,7 +214,3 @@ def _root(
     ] = False,
 ) -> None:
     """Run large models on the Macs and Linux machines that you own."""
-
-
-def _print_error(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -22,8 +22,8 @@ Entry = Mapping[str, Any]
 class ModelChoice:
     """A model as a tool names it, and its context: as it is loaded, or as a load would place it.
 
-    `base` is the model of a profile, else the model itself. `request` is the body that loads it;
-    None: it is loaded.
+    `base` is the model of a profile, else the model itself. `request` is the body that loads it, or
+    None if it is loaded.
     """
 
     model: str

@@ -8,8 +8,8 @@ import typer
 
 from . import output
 from .client import call, find_node
-from .flags import AsJson, DataDir, LocalPort, ModelsDir, client_settings
-from .output import joined, size, table, text_of
+from .flags import AsJson, DataDir, LocalPort, ModelsDir, argument, client_settings
+from .output import Json, joined, size, table, text_of
 
 if TYPE_CHECKING:
     from ...placement.cluster import ClusterView
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _Catalog = Annotated[
     bool, typer.Option("--catalog", help="The models that exo-node has cards of, on disk or not.")
 ]
-ModelId = Annotated[str, typer.Argument(metavar="ID", help="A model's id, OWNER/NAME on the hub.")]
+ModelId = Annotated[str, argument("ID", "A model's id, OWNER/NAME on the hub.")]
 
 _HERE: Final = "this machine"
 _OF_A_NODE: Final = ("loaded", "nodes", "fits", "native_mtp", "prompt_lookup", "mtp")
@@ -108,7 +108,7 @@ def recommend(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson 
 
 def entries_of_node(
     port: str | None, data_dir: str | None, *, catalog: bool
-) -> Sequence[Mapping[str, Any]] | None:
+) -> Sequence[Json] | None:
     """The running node's list of models; None where no node runs on the data folder."""
     endpoint = find_node(client_settings(port, data_dir))
     if endpoint is None:
@@ -122,7 +122,7 @@ def _has_company(port: str | None, data_dir: str | None) -> bool:
     return endpoint is not None and len(call(endpoint, "/v1/cluster").get("nodes", [])) > 1
 
 
-def gguf_entries(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def gguf_entries(entries: Sequence[Json]) -> list[dict[str, Any]]:
     """This user's GGUF files that Ollama and LM Studio keep, but for those that were imported."""
 
     from ..machine.settings import environment
@@ -165,9 +165,7 @@ def this_machine(
 # ------------------------------------------------- texts, from entries of `GET /v1/models`
 
 
-def list_text(
-    entries: Sequence[Mapping[str, Any]], *, catalog: bool = False, width: int | None = None
-) -> str:
+def list_text(entries: Sequence[Json], *, catalog: bool = False, width: int | None = None) -> str:
     """One row a model on disk, or one a card."""
     header = ["MODEL", "SIZE", "FORMAT", "FITS"]
     header += ["ON DISK"] if catalog else ["LOADED", "NATIVE MTP"]
@@ -185,10 +183,10 @@ def list_text(
     return joined(table(header, rows, width=width))
 
 
-def model_text(entry: Mapping[str, Any]) -> str:
+def model_text(entry: Json) -> str:
     """A model in lines of name and value."""
-    fit: Mapping[str, Any] = entry.get("fits") or {}
-    card: Mapping[str, Any] = entry.get("card") or {}
+    fit: Json = entry.get("fits") or {}
+    card: Json = entry.get("card") or {}
     experts = card.get("num_experts")
     kind = f"{card.get('model_type')}, {card.get('num_layers')} layers"
     speed = fit.get("tokens_per_second")
@@ -211,7 +209,7 @@ def model_text(entry: Mapping[str, Any]) -> str:
     return lines_text(lines)
 
 
-def sampling_lines(entry: Mapping[str, Any]) -> dict[str, str]:
+def sampling_lines(entry: Json) -> dict[str, str]:
     """The sampling of requests that name none, and what of the files is not used."""
     lines: dict[str, str] = {}
     if sampling := entry.get("sampling"):
@@ -229,8 +227,8 @@ def lines_text(lines: Mapping[str, str]) -> str:
 
 
 def recommendation_text(
-    here: Sequence[Mapping[str, Any]],
-    cluster: Sequence[Mapping[str, Any]],
+    here: Sequence[Json],
+    cluster: Sequence[Json],
     width: int | None = None,
     *,
     place: str = "",
@@ -254,8 +252,8 @@ def recommendation_text(
     return joined([*lines, hint])
 
 
-def _recommendation_row(entry: Mapping[str, Any], place: str) -> tuple[str, ...]:
-    fit: Mapping[str, Any] = entry["fits"]
+def _recommendation_row(entry: Json, place: str) -> tuple[str, ...]:
+    fit: Json = entry["fits"]
     return (
         text_of(entry.get("id")),
         size(entry.get("size_bytes")),
@@ -267,9 +265,9 @@ def _recommendation_row(entry: Mapping[str, Any], place: str) -> tuple[str, ...]
     )
 
 
-def fit_text(entry: Mapping[str, Any]) -> str:
+def fit_text(entry: Json) -> str:
     """How many nodes the model would need if nothing else ran, and its context if that is short."""
-    fit: Mapping[str, Any] = entry.get("fits") or {}
+    fit: Json = entry.get("fits") or {}
     match fit.get("nodes"):
         case None:
             return "-"
@@ -280,10 +278,10 @@ def fit_text(entry: Mapping[str, Any]) -> str:
             return where + (f", {fit['context_length']:,} tokens" if fit.get("shortened") else "")
 
 
-def _mtp_text(entry: Mapping[str, Any]) -> str:
+def _mtp_text(entry: Json) -> str:
     if entry.get("error"):
         return f"cannot be used: {entry['error']}"
-    mtp: Mapping[str, Any] | None = entry.get("native_mtp")
+    mtp: Json | None = entry.get("native_mtp")
     if mtp is not None and not mtp.get("enabled", True):
         return f"off: {mtp.get('reason') or 'its weights are missing'}"
     part = entry.get("partial_bytes")

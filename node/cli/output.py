@@ -19,6 +19,9 @@ from ..machine.own_command import typable
 from .client import Comment
 from .failures import as_flags
 
+Json = Mapping[str, Any]
+"""An object of the API."""
+
 _UNLIMITED: Final = 1_000_000
 _FIRST_LOAD: Final = (
     " (the first load on a machine also measures the model, which takes a minute or so; later "
@@ -77,13 +80,13 @@ def text_of(value: object) -> str:
     return "-" if value is None else str(value)
 
 
-def share(totals: Mapping[str, Any], part: str, whole: str) -> str:
+def share(totals: Json, part: str, whole: str) -> str:
     """`67 %`, or `-` where the whole is 0 or missing."""
     count = totals.get(whole)
     return f"{100 * (totals.get(part) or 0) / count:.0f} %" if count else "-"
 
 
-def caches_text(placement: Mapping[str, Any]) -> str:
+def caches_text(placement: Json) -> str:
     """The bits of a placement's quantised caches; empty where they are not quantised."""
     bits = placement.get("kv_bits")
     return f", caches of {bits} bits" if bits else ""
@@ -96,6 +99,13 @@ def size(value: object) -> str:
     return f"{value / 1e9:.1f} GB" if value >= 10**8 else f"{value / 1e6:.0f} MB"
 
 
+def duration(seconds: float) -> str:
+    """A time that something will take, in seconds, minutes or hours."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
 def minute(at: int) -> str:
     """A time in Unix seconds to the minute, in UTC; `?` for one beyond all calendars."""
     try:
@@ -104,9 +114,14 @@ def minute(at: int) -> str:
         return "?"
 
 
-def print_json(value: Mapping[str, Any]) -> None:
+def print_json(value: Json) -> None:
     """Prints an object for a program to read."""
     print(json.dumps(value, indent=2))
+
+
+def print_result(value: Json, sentence: str, *, as_json: bool) -> None:
+    """Prints what a command did: an object for a program, or a sentence for a person."""
+    print_json(value) if as_json else note(sentence)
 
 
 def note(*lines: str) -> None:
@@ -127,9 +142,9 @@ def confirm(question: str, refusal: str = "") -> None:
 # ---------------------------------------------------------------------------- answers
 
 
-def print_answer(events: Iterable[dict[str, Any] | Comment]) -> Mapping[str, Any] | None:
+def print_answer(events: Iterable[dict[str, Any] | Comment]) -> Json | None:
     """Writes a stream's deltas to stdout as they come; returns the final stats, if any came."""
-    stats: Mapping[str, Any] | None = None
+    stats: Json | None = None
     last, progress, noted = "\n", StatusLine(), sys.stderr.isatty()
     try:
         for event in events:
@@ -152,13 +167,13 @@ def print_answer(events: Iterable[dict[str, Any] | Comment]) -> Mapping[str, Any
     return stats
 
 
-def _is_heartbeat(event: Mapping[str, Any]) -> bool:
+def _is_heartbeat(event: Json) -> bool:
     """Whether a chunk of a stream has no content; then the progress line stays on the screen."""
-    choices: Sequence[Mapping[str, Any]] = event.get("choices") or ()
+    choices: Sequence[Json] = event.get("choices") or ()
     return bool(choices) and not any(c.get("delta") or c.get("finish_reason") for c in choices)
 
 
-def stats_line(stats: Mapping[str, Any]) -> str:
+def stats_line(stats: Json) -> str:
     """`generation_stats` in one line."""
     kind = text_of(stats.get("drafter_kind"))
     if kind == "none":
@@ -184,12 +199,12 @@ def stats_line(stats: Mapping[str, Any]) -> str:
 
 
 class StatusLine:
-    """One line of a terminal that each progress comment overwrites."""
+    """One line of a terminal that each text overwrites."""
 
     def __init__(self) -> None:
         self._width = 0
 
-    def show(self, text: str, *, below: bool) -> None:
+    def show(self, text: str, *, below: bool = False) -> None:
         """`below`: the answer's line is incomplete, so the progress begins on the next one."""
         if not text or not sys.stderr.isatty():
             return
@@ -197,6 +212,11 @@ class StatusLine:
         text = escape_controls(text)
         print(f"{begin}{text.ljust(self._width)}", end="", file=sys.stderr, flush=True)
         self._width = len(text)
+
+    def end(self) -> None:
+        """Leaves the line as it is, and begins another."""
+        if self._width:
+            print(file=sys.stderr, flush=True)
 
     def clear(self) -> None:
         if self._width:

@@ -1,13 +1,12 @@
 """`exo-node plan`: where the cluster would place a model, and why; nothing is loaded."""
 
 from collections.abc import Mapping
-from typing import Any
 from urllib.parse import urlencode
 
 from ...placement.cluster import layer_range
 from . import flags
 from .client import call, connect
-from .output import caches_text, joined, print_json, size
+from .output import Json, caches_text, duration, joined, print_json, size
 
 
 def plan(
@@ -27,15 +26,8 @@ def plan(
 
     The next best placement is shown as well; nothing is loaded.
     """
-    options = {
-        "min_nodes": min_nodes,
-        "max_nodes": max_nodes,
-        "context": context,
-        "kv_bits": kv_bits,
-        "nodes": nodes,
-        "layers": layers,
-        "exclude": exclude,
-    }
+    options = {"min_nodes": min_nodes, "max_nodes": max_nodes, "context": context}
+    options |= {"kv_bits": kv_bits, "nodes": nodes, "layers": layers, "exclude": exclude}
     preview = call(connect(port, data_dir), preview_path(model, options))
     print_json(preview) if as_json else print(preview_text(preview))
 
@@ -46,7 +38,7 @@ def preview_path(model: str, options: Mapping[str, object]) -> str:
     return "/v1/placements/preview?" + urlencode({"model": model, **query})
 
 
-def preview_text(preview: Mapping[str, Any]) -> str:
+def preview_text(preview: Json) -> str:
     """The preview's JSON for a terminal."""
     best, runner_up = preview["best"], preview["runner_up"]
     bound = f"none can take less than {preview['bound_s'] * 1000:.3g} ms a token"
@@ -66,7 +58,7 @@ def preview_text(preview: Mapping[str, Any]) -> str:
     return joined(lines)
 
 
-def _placement_lines(name: str, placement: Mapping[str, Any]) -> list[str]:
+def _placement_lines(name: str, placement: Json) -> list[str]:
     """Speed, then the stages, then the files that nodes lack."""
     stages = [
         f"  {stage['name']}: {layer_range(*stage['layers'])}, "
@@ -79,16 +71,10 @@ def _placement_lines(name: str, placement: Mapping[str, Any]) -> list[str]:
     return [f"{name}: {speed}", *stages, *transfers]
 
 
-def _transfer(transfer: Mapping[str, Any]) -> str:
+def _transfer(transfer: Json) -> str:
     """The files that one node has to copy or download."""
     nbytes, source, seconds = transfer["bytes"], transfer["from"], transfer["seconds"]
     if source is None:
         return f"{transfer['name']} downloads {size(nbytes)}"
-    about = "" if seconds is None else f", about {_duration(seconds)}"
+    about = "" if seconds is None else f", about {duration(seconds)}"
     return f"{transfer['name']} copies up to {size(nbytes)} from {source}{about}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{max(1, round(seconds))} s"
-    return f"{round(seconds / 60)} min"

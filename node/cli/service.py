@@ -5,9 +5,11 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import typer
 
@@ -28,127 +30,100 @@ _NO_MANAGER: Final = (
 service = group("Run the node whenever you are logged in.")
 
 
-class Manager(Protocol):
-    """The program that starts and watches services on this system."""
-
-    @property
-    def file(self) -> Path:
-        """The file of the service's definition."""
-        ...
-
-    def text(self, command: list[str]) -> bytes: ...
-
-    def answers(self) -> list[str]:
-        """A command that changes nothing, and succeeds where this user's manager runs."""
-        ...
-
-    def start(self) -> list[list[str]]:
-        """The commands that load the definition and start the service."""
-        ...
-
-    def stop(self) -> list[list[str]]: ...
-
-    def state(self) -> list[str]:
-        """A command whose exit status is 0 while the service runs."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class Systemd:
-    folder: Path
+class Manager:
+    """The program that starts and watches services on this system, by its commands."""
 
-    @property
-    def file(self) -> Path:
-        return self.folder / "systemd" / "user" / UNIT
-
-    def text(self, command: list[str]) -> bytes:
-        lines = [
-            "[Unit]",
-            "Description=exo-node: large models on the machines of this cluster",
-            "",
-            "[Service]",
-            f"ExecStart={_command_line(command)}",
-            # Settings and keys; lines such as EXO_API_KEY=…
-            f"EnvironmentFile=-{str(self.folder).replace('%', '%%')}/exo-node/environment",
-            "Restart=on-failure",
-            "RestartSec=5",
-            # Wrong settings, and another process with this node's id: a restart helps neither.
-            "RestartPreventExitStatus=2 3",
-            f"TimeoutStopSec={TIMES.service_stop_s}",
-            "",
-            "[Install]",
-            "WantedBy=default.target",
-            "",
-        ]
-        return "\n".join(lines).encode()
-
-    def answers(self) -> list[str]:
-        return ["systemctl", "--user", "show-environment"]
-
-    def start(self) -> list[list[str]]:
-        base = ["systemctl", "--user"]
-        return [[*base, "daemon-reload"], [*base, "enable", UNIT], [*base, "restart", UNIT]]
-
-    def stop(self) -> list[list[str]]:
-        return [["systemctl", "--user", "disable", "--now", UNIT]]
-
-    def state(self) -> list[str]:
-        return ["systemctl", "--user", "is-active", "--quiet", UNIT]
+    file: Path
+    """The file of the service's definition."""
+    definition: Callable[[list[str]], bytes]
+    """The content of the file for the command that starts a node."""
+    look: list[str]
+    """Changes nothing, and succeeds where this user's manager runs."""
+    start: list[list[str]]
+    """Load the definition and start the service."""
+    stop: list[str]
+    state: list[str]
+    """Its exit status is 0 while the service runs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Launchd:
-    """Written after launchd.plist(5) and launchctl(1); it has not been run on a Mac."""
+def systemd(folder: Path) -> Manager:
+    """The manager of Linux; `folder` holds this user's configuration."""
+    base = ["systemctl", "--user"]
+    return Manager(
+        file=folder / "systemd" / "user" / UNIT,
+        definition=partial(_unit, folder),
+        look=[*base, "show-environment"],
+        start=[[*base, "daemon-reload"], [*base, "enable", UNIT], [*base, "restart", UNIT]],
+        stop=[*base, "disable", "--now", UNIT],
+        state=[*base, "is-active", "--quiet", UNIT],
+    )
 
-    home: Path
-    uid: int
 
-    @property
-    def file(self) -> Path:
-        return self.home / "Library" / "LaunchAgents" / f"{LABEL}.plist"
+def _unit(folder: Path, command: list[str]) -> bytes:
+    lines = [
+        "[Unit]",
+        "Description=exo-node: large models on the machines of this cluster",
+        "",
+        "[Service]",
+        f"ExecStart={_command_line(command)}",
+        # Settings and keys; lines such as EXO_API_KEY=…
+        f"EnvironmentFile=-{str(folder).replace('%', '%%')}/exo-node/environment",
+        "Restart=on-failure",
+        "RestartSec=5",
+        # Wrong settings, and another process with this node's id: a restart helps neither.
+        "RestartPreventExitStatus=2 3",
+        f"TimeoutStopSec={TIMES.service_stop_s}",
+        "",
+        "[Install]",
+        "WantedBy=default.target",
+        "",
+    ]
+    return "\n".join(lines).encode()
 
-    def text(self, command: list[str]) -> bytes:
-        import plistlib
 
-        log = str(self.home / "Library" / "Logs" / "exo-node.log")
-        return plistlib.dumps(
-            {
-                "Label": LABEL,
-                "ProgramArguments": command,
-                "RunAtLoad": True,
-                "KeepAlive": {"SuccessfulExit": False},
-                "ThrottleInterval": 10,
-                "ExitTimeOut": TIMES.service_stop_s,
-                "ProcessType": "Interactive",  # the others are slowed down
-                "StandardOutPath": log,
-                "StandardErrorPath": log,
-            }
-        )
+def launchd(home: Path, uid: int) -> Manager:
+    """The manager of macOS, after launchd.plist(5) and launchctl(1); it was run on no Mac."""
+    file = home / "Library" / "LaunchAgents" / f"{LABEL}.plist"
+    return Manager(
+        file=file,
+        definition=partial(_agent, home / "Library" / "Logs" / "exo-node.log"),
+        look=["launchctl", "print", f"gui/{uid}"],
+        start=[["launchctl", "bootstrap", f"gui/{uid}", str(file)]],
+        stop=["launchctl", "bootout", f"gui/{uid}/{LABEL}"],
+        state=["launchctl", "print", f"gui/{uid}/{LABEL}"],
+    )
 
-    def answers(self) -> list[str]:
-        return ["launchctl", "print", f"gui/{self.uid}"]
 
-    def start(self) -> list[list[str]]:
-        return [["launchctl", "bootstrap", f"gui/{self.uid}", str(self.file)]]
+def _agent(log: Path, command: list[str]) -> bytes:
+    import plistlib
 
-    def stop(self) -> list[list[str]]:
-        return [["launchctl", "bootout", f"gui/{self.uid}/{LABEL}"]]
-
-    def state(self) -> list[str]:
-        return ["launchctl", "print", f"gui/{self.uid}/{LABEL}"]
+    return plistlib.dumps(
+        {
+            "Label": LABEL,
+            "ProgramArguments": command,
+            "RunAtLoad": True,
+            "KeepAlive": {"SuccessfulExit": False},
+            "ThrottleInterval": 10,
+            "ExitTimeOut": TIMES.service_stop_s,
+            "ProcessType": "Interactive",  # the others are slowed down
+            "StandardOutPath": str(log),
+            "StandardErrorPath": str(log),
+        }
+    )
 
 
 def manager_of(platform: str) -> Manager:
     """The service manager of a platform. Raises ExoNodeError where there is none."""
     if platform == "darwin":
-        return Launchd(Path.home(), os.getuid())
+        return launchd(Path.home(), os.getuid())
     if shutil.which("systemctl") is None:
         raise ExoNodeError(
             "this system has no systemctl; run `exo-node start` by what starts services here"
         )
     import platformdirs
 
-    return Systemd(platformdirs.user_config_path())
+    return systemd(platformdirs.user_config_path())
 
 
 @service.command()
@@ -160,15 +135,15 @@ def install(data_dir: DataDir = None) -> None:
     """
     manager = manager_of(sys.platform)
     folder = client_settings(None, data_dir).data_dir.absolute()
-    if fault := _run(manager.answers()):
-        raise ExoNodeError(
-            f"nothing was installed: `{' '.join(manager.answers())}`: {fault}; {_NO_MANAGER}"
-        )
+    if fault := _run(manager.look):
+        command = " ".join(manager.look)
+        raise ExoNodeError(f"nothing was installed: `{command}`: {fault}; {_NO_MANAGER}")
     manager.file.parent.mkdir(parents=True, exist_ok=True)
     if manager.file.exists() and sys.platform == "darwin":
-        _ = _run(manager.stop()[0])
-    replace_private(manager.file, manager.text([*_program(), "start", "--data-dir", str(folder)]))
-    for command in manager.start():
+        _ = _run(manager.stop)
+    program = [*_program(), "start", "--data-dir", str(folder)]
+    replace_private(manager.file, manager.definition(program))
+    for command in manager.start:
         if fault := _run(command):
             raise ExoNodeError(f"{manager.file} is written, but `{' '.join(command)}`: {fault}")
     note(f"the node runs as a service, defined in {manager.file}")
@@ -179,7 +154,7 @@ def status(as_json: AsJson = False) -> None:
     """Say whether the service is installed and runs. Exit status 1 where it does not run."""
     manager = manager_of(sys.platform)
     installed = manager.file.exists()
-    runs = installed and not _run(manager.state())
+    runs = installed and not _run(manager.state)
     if as_json:
         print(json.dumps({"installed": installed, "running": runs, "file": str(manager.file)}))
     elif not installed:
@@ -198,9 +173,9 @@ def uninstall(yes: Yes = False) -> None:
         return
     if not yes:
         confirm("Stop the node and remove its service?")
-    faults = [fault for command in manager.stop() if (fault := _run(command))]
+    fault = _run(manager.stop)
     manager.file.unlink()
-    failure = f"; stopping it failed: {faults[0]}" if faults else ""
+    failure = f"; stopping it failed: {fault}" if fault else ""
     note(*f"removed {manager.file}{failure}".splitlines())
 
 

@@ -13,8 +13,8 @@ import typer
 from ...placement.errors import ExoNodeError, InvalidSettings
 from ..machine.data_dir_lock import Running, find_running
 from .client import ApiEndpoint, CallFailed, no_node, read_text
-from .flags import AsJson, DataDir, Dtype, ModelsDir, client_settings
-from .output import note, print_json
+from .flags import AsJson, DataDir, Dtype, ModelsDir, client_settings, option
+from .output import note, print_result
 from .times import TIMES
 
 VARIABLES: Final = (
@@ -41,44 +41,37 @@ VARIABLES: Final = (
 )
 
 _Name = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="What peers call this node; default: host name. [EXO_NAME]"),
+    str | None, option("NAME", "What peers call this node; default: host name. [EXO_NAME]")
 ]
 _Host = Annotated[
     str | None,
-    typer.Option(
-        metavar="ADDRESS",
-        help="HTTP address; other than loopback needs EXO_API_KEY or an `exo-node token`. "
+    option(
+        "ADDRESS",
+        "HTTP address; other than loopback needs EXO_API_KEY or an `exo-node token`. "
         "Default: 127.0.0.1. [EXO_HOST]",
     ),
 ]
-_Port = Annotated[
-    str | None, typer.Option(metavar="PORT", help="HTTP port; default: 52415. [EXO_PORT]")
-]
+_Port = Annotated[str | None, option("PORT", "HTTP port; default: 52415. [EXO_PORT]")]
 _GrpcPort = Annotated[
-    str | None,
-    typer.Option(metavar="PORT", help="Node-to-node port; default: 52416. [EXO_GRPC_PORT]"),
+    str | None, option("PORT", "Node-to-node port; default: 52416. [EXO_GRPC_PORT]")
 ]
 _Interface = Annotated[
     str | None,
-    typer.Option(
-        metavar="ADDRESS",
-        help="Talk to peers on this address only; default: all private ones. [EXO_INTERFACE]",
+    option(
+        "ADDRESS", "Talk to peers on this address only; default: all private ones. [EXO_INTERFACE]"
     ),
 ]
 _Peer = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="HOST:PORT",
-        help="A peer to dial where multicast does not reach; repeatable. "
-        "[EXO_PEER, comma separated]",
+    option(
+        "HOST:PORT",
+        "A peer to dial where multicast does not reach; repeatable. [EXO_PEER, comma separated]",
     ),
 ]
 _ClusterKeyFile = Annotated[
     str | None,
-    typer.Option(
-        metavar="FILE",
-        help="The cluster's key; EXO_CLUSTER_KEY may hold the key itself. [EXO_CLUSTER_KEY_FILE]",
+    option(
+        "FILE", "The cluster's key; EXO_CLUSTER_KEY may hold the key itself. [EXO_CLUSTER_KEY_FILE]"
     ),
 ]
 _NoMdns = Annotated[
@@ -86,9 +79,9 @@ _NoMdns = Annotated[
 ]
 _MemoryLimit = Annotated[
     str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="Memory for models, such as 12GB; default: 75 % of a Mac's memory, "
+    option(
+        "SIZE",
+        "Memory for models, such as 12GB; default: 75 % of a Mac's memory, "
         "80 % of what is free elsewhere. [EXO_MEMORY_LIMIT]",
     ),
 ]
@@ -104,10 +97,7 @@ _AutoDownload = Annotated[
 ]
 _LogFormat = Annotated[
     str | None,
-    typer.Option(
-        metavar="FORMAT",
-        help="human or json; default: human on a terminal, else json. [EXO_LOG_FORMAT]",
-    ),
+    option("FORMAT", "human or json; default: human on a terminal, else json. [EXO_LOG_FORMAT]"),
 ]
 
 
@@ -193,10 +183,8 @@ def stop(model: _Stopped = None, data_dir: DataDir = None, as_json: AsJson = Fal
     if running is None:
         raise no_node(f"no node runs with the data folder {folder}")
     _end(running.pid, folder)
-    if as_json:
-        print_json({"stopped": True, "pid": running.pid})
-    else:
-        note(f"stopped the node with pid {running.pid}")
+    text = f"stopped the node with pid {running.pid}"
+    print_result({"stopped": True, "pid": running.pid}, text, as_json=as_json)
 
 
 def _end(pid: int, folder: Path) -> None:
@@ -237,9 +225,8 @@ def _is_alive(node: Running) -> bool:
     if node.http_host is None or node.http_port is None:
         return False
     try:
-        _ = read_text(
-            ApiEndpoint.of(node.http_host, node.http_port), "/health/live", timeout_s=TIMES.health_s
-        )
+        endpoint = ApiEndpoint(node.http_host, node.http_port)
+        _ = read_text(endpoint, "/health/live", timeout_s=TIMES.health_s)
     except CallFailed:
         return False
     return True

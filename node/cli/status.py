@@ -8,14 +8,14 @@ from . import output
 from .client import call, connect
 from .flags import AsJson, DataDir, LocalPort
 from .load import held_options_text
-from .output import caches_text, share, size, table, text_of
+from .output import Json, caches_text, share, size, table, text_of
 
 NO_MODEL: Final = "no model is loaded; `exo-node chat` loads one"
 
 _PREFIX_BYTES: Final = ("prefix_cache_bytes", "prefix_disk_bytes")
 _PREFIX_ROWS: Final = ("prefix_memory_rows", "prefix_disk_rows", "prefix_peer_rows")
 _PREFIX_HEADER: Final = ("TOKENS FROM MEMORY", "FROM DISK", "FROM COPIES")
-_NOTHING: Final[Mapping[str, Any]] = {}
+_NOTHING: Final[Json] = {}
 
 
 def status(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
@@ -33,17 +33,17 @@ def status(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = F
 
 
 def status_text(
-    cluster: Mapping[str, Any],
-    placements: Sequence[Mapping[str, Any]],
-    answered: Mapping[str, Mapping[str, Any]] = _NOTHING,
+    cluster: Json,
+    placements: Sequence[Json],
+    answered: Mapping[str, Json] = _NOTHING,
     width: int | None = None,
-    asking: Sequence[Mapping[str, Any]] = (),
+    asking: Sequence[Json] = (),
 ) -> str:
     """The node, its head and cluster; tables of nodes, placements and this node's answers.
 
     `asking`: the nodes that ask to join.
     """
-    nodes: list[Mapping[str, Any]] = cluster.get("nodes", [])
+    nodes: list[Json] = cluster.get("nodes", [])
     names = {node.get("id"): str(node.get("name", node.get("id"))) for node in nodes}
     me = next((node for node in nodes if node.get("self")), _NOTHING)
     head = cluster.get("head")
@@ -81,9 +81,7 @@ def status_text(
     return output.joined([*lines, *prefix_table(nodes, width)])
 
 
-def prefix_table(
-    nodes: Sequence[Mapping[str, Any]], width: int | None, *, one_line: bool = False
-) -> list[str]:
+def prefix_table(nodes: Sequence[Json], width: int | None, *, one_line: bool = False) -> list[str]:
     """Lines of each runner's cached prompts, and the tokens that it did not read again, by tier;
     none if nothing is cached."""
     rows = [
@@ -107,7 +105,7 @@ def offline_text(setting: object) -> str:
     )
 
 
-def node_row(node: Mapping[str, Any]) -> tuple[str, ...]:
+def node_row(node: Json) -> tuple[str, ...]:
     """Name with marks, status, chip, backend, memory and address of a node."""
     return (
         marked_name(node),
@@ -119,15 +117,13 @@ def node_row(node: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def marked_name(node: Mapping[str, Any]) -> str:
+def marked_name(node: Json) -> str:
     """`alpha (self, head)`."""
     marks = [mark for mark in ("self", "head") if node.get(mark)]
     return text_of(node.get("name")) + (f" ({', '.join(marks)})" if marks else "")
 
 
-def placement_row(
-    placement: Mapping[str, Any], names: Mapping[Any, str]
-) -> tuple[str, str, str, str]:
+def placement_row(placement: Json, names: Mapping[Any, str]) -> tuple[str, str, str, str]:
     """Model, status with the bits of quantised caches, stages with their layers, drafting; `names`
     by node id."""
     state = text_of(placement.get("status")) + caches_text(placement)
@@ -143,7 +139,7 @@ def placement_row(
     return text_of(placement.get("model")), state, " → ".join(stages), drafting
 
 
-def _totals_row(model: str, totals: Mapping[str, Any]) -> tuple[str, ...]:
+def _totals_row(model: str, totals: Json) -> tuple[str, ...]:
     """Counts, then shares of the prompt tokens, the emitted tokens and the drafts."""
     return (
         model,
@@ -155,16 +151,16 @@ def _totals_row(model: str, totals: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _layers(stage: Mapping[str, Any]) -> str:
+def _layers(stage: Json) -> str:
     """`layers 0-15` from the API's half-open range."""
     layers = stage.get("layers")
     return layer_range(*layers) if layers else "?"
 
 
-def _drafting(drafting: Mapping[str, Any] | None) -> str:
+def _drafting(drafting: Json | None) -> str:
     if drafting is None:
         return "-"
-    copies: Mapping[str, Any] = drafting.get("prompt_lookup") or {}
+    copies: Json = drafting.get("prompt_lookup") or {}
     refusal = f"; no copies: {copies['reason']}" if copies.get("reason") else ""
     if drafting.get("drafter_kind") == "none":
         reason = drafting.get("reason") or "no reason given"

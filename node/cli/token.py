@@ -4,8 +4,6 @@ import json
 import sys
 from typing import Annotated, Any, Final
 
-import typer
-
 from ..trust.token_file import (
     check_new_name,
     create_token,
@@ -14,12 +12,12 @@ from ..trust.token_file import (
     revoke_token,
     turn_off,
 )
-from .flags import AsJson, DataDir, Yes, client_settings, group
-from .output import confirm, minute, note, print_json, print_table
+from .flags import AsJson, DataDir, Yes, argument, client_settings, group
+from .output import confirm, minute, note, print_json, print_result, print_table
 
 token = group("Make and revoke keys for clients.")
 
-_Name = Annotated[str, typer.Argument(metavar="NAME", help="What you call the token.")]
+_Name = Annotated[str, argument("NAME", "What you call the token.")]
 
 
 _FIRST: Final = (
@@ -97,7 +95,5 @@ def off(yes: Yes = False, data_dir: DataDir = None, as_json: AsJson = False) -> 
     if (names := [each.name for each in read_tokens(folder) or ()]) and not yes:
         confirm(f"Revoke {', '.join(names)}, and ask clients for no key?")
     revoked = turn_off(folder)
-    if as_json:
-        print_json({"off": True, "revoked": revoked})
-    else:
-        note("clients need no token now; EXO_API_KEY and --host beyond loopback still ask for one")
+    text = "clients need no token now; EXO_API_KEY and --host beyond loopback still ask for one"
+    print_result({"off": True, "revoked": revoked}, text, as_json=as_json)

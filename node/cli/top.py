@@ -14,11 +14,9 @@ from ..machine.log import escape_controls
 from . import output
 from .client import ApiEndpoint, CallFailed, call, connect, read_text
 from .flags import AsJson, DataDir, LocalPort
-from .output import share, size, table, terminal_width, text_of
+from .output import Json, share, size, table, terminal_width, text_of
 from .status import NO_MODEL, marked_name, placement_row, prefix_table
 from .times import TIMES
-
-Json = Mapping[str, Any]
 
 _RUNNING: Final = "vllm:num_requests_running"
 _WAITING: Final = "vllm:num_requests_waiting"

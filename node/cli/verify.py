@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from .child import absolute, depth_error, local_model, model_facts, run_child
-from .flags import Dtype, ModelsDir
+from .flags import Dtype, ModelsDir, argument, option
 
 if TYPE_CHECKING:
     from ..placements.local_model import LocalModel
@@ -14,19 +14,13 @@ if TYPE_CHECKING:
 _CHILD: Final = "exo_node.shard.tools.verify.main"
 STDOUT: Final = "-"
 
-_Model = Annotated[
-    str, typer.Argument(metavar="[MODEL]", help="A model's id, or a checkpoint's folder.")
-]
+_Model = Annotated[str, argument("[MODEL]", "A model's id, or a checkpoint's folder.")]
 _Depth = Annotated[
-    int | None,
-    typer.Option("--k", min=1, metavar="K", help="Most drafts a round; default: the card's."),
+    int | None, option("K", "Most drafts a round; default: the card's.", "--k", min=1)
 ]
 _Quick = Annotated[bool, typer.Option("--quick", help="Fewer prompts, tokens and samples.")]
 _Report = Annotated[
-    str | None,
-    typer.Option(
-        "--json", metavar="FILE", help="Write the report to send to us; - prints it instead."
-    ),
+    str | None, option("FILE", "Write the report to send to us; - prints it instead.", "--json")
 ]
 
 
@@ -43,25 +37,6 @@ def verify(
     It is checked on this machine. Exit status 1 where they do by more than rounding explains. No
     node has to run.
     """
-    status = run_verify(
-        model, k=k, dtype=dtype, quick=quick, json_file=json_file, models_dir=models_dir
-    )
-    raise typer.Exit(status)
-
-
-def run_verify(
-    model: str,
-    *,
-    k: int | None,
-    dtype: str | None,
-    quick: bool,
-    json_file: str | None,
-    models_dir: list[str] | None,
-) -> int:
-    """The exit status: 0 where the contract holds, 1 where a defect is shown.
-
-    Raises InvalidSettings, ModelNotFound and what else `resolve` raises.
-    """
     local, environment = local_model(model, dtype, models_dir)
     request = {
         **model_facts(local),
@@ -70,7 +45,7 @@ def run_verify(
         "json_file": absolute(json_file) if json_file not in (None, STDOUT) else json_file or "",
         "quantization": local.card.quantization,
     }
-    return run_child(_CHILD, json.dumps(request), environment)
+    raise typer.Exit(run_child(_CHILD, json.dumps(request), environment))
 
 
 def _depth(k: int | None, local: "LocalModel") -> int:

@@ -45,17 +45,17 @@ class Asker:
         self.failure = ""
         """Why the previous digits did not let this node in."""
         self._attempts = Attempts()
-        self._calls = CallState(state.timing, closed=state.keys.folder.left_clusters())
+        self.calls = CallState(state.timing, closed=state.keys.folder.left_clusters())
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def discover(self, address: str) -> None:
         """Calls a join port (host:port) that may be of another cluster, unless it is called."""
-        self._calls.discover(address, time.monotonic())
+        self.calls.discover(address, time.monotonic())
         self._update_tasks()
 
     def settle(self) -> None:
         """Withdraws from all clusters: this node does not leave its own any more."""
-        self._calls.settle()
+        self.calls.settle()
         self._update_tasks()
 
     async def close(self) -> None:
@@ -64,32 +64,20 @@ class Asker:
     @property
     def code(self) -> str | None:
         """The digits that this node shows; None while it asks no cluster."""
-        return self._code if self._calls.applications() else None
-
-    def applications(self) -> list[JoinApplication]:
-        """The clusters at which this node waits to be let in."""
-        return self._calls.applications()
-
-    def closed_clusters(self) -> dict[str, str]:
-        """The clusters here that this node does not ask, with the name of a node of each."""
-        return dict(self._calls.closed_names)
-
-    def ask_again(self) -> None:
-        """Asks those clusters as well."""
-        self._calls.ask_again()
+        return self._code if self.calls.applications() else None
 
     # ----------------------------------------------------------------------- calls
 
     def _update_tasks(self) -> None:
         """Starts and cancels tasks, so that each called address has one."""
-        for address in self._tasks.keys() - self._calls.calls.keys():
+        for address in self._tasks.keys() - self.calls.calls.keys():
             _ = self._tasks.pop(address).cancel()
-        for address in self._calls.calls.keys() - self._tasks.keys():
+        for address in self.calls.calls.keys() - self._tasks.keys():
             work = partial(self._call_repeatedly, address)
             self._tasks[address] = self._loops.keep(work, f"asking {address}")
 
     async def _call_repeatedly(self, address: str) -> None:
-        while (call := self._calls.calls.get(address)) is not None:
+        while (call := self.calls.calls.get(address)) is not None:
             await asyncio.sleep(call.delay_s)
             try:
                 refusal = await self._call(address)
@@ -99,7 +87,7 @@ class Asker:
             self._end(address, refusal)
 
     def _end(self, address: str, refusal: str | None) -> None:
-        self._calls.end(address, refusal, time.monotonic())
+        self.calls.end(address, refusal, time.monotonic())
         self._update_tasks()
 
     async def _call(self, address: str) -> str | None:
@@ -125,7 +113,7 @@ class Asker:
         other = party_of((await line.receive("hello")).hello, line.peer)
         if (refusal := self._state.refusal_of(other)) is not None:
             raise refusal
-        match self._calls.greet(address, own, other, time.time()):
+        match self.calls.greet(address, own, other, time.time()):
             case "dial":
                 self._state.members.dial(other.address)
             case "report":
@@ -211,5 +199,5 @@ class Asker:
         _ = self._state.events.add(
             "join_refused", self.failure, node=other.node, reason="wrong_code"
         )
-        for each in self._calls.applications():
+        for each in self.calls.applications():
             self._show_digits(each)

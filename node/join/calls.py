@@ -71,6 +71,7 @@ class CallState:
     """When each address that answered may be called again, oldest first."""
 
     def applications(self) -> list[JoinApplication]:
+        """The clusters at which this node waits to be let in."""
         return [call.application for call in self.calls.values() if call.application is not None]
 
     def discover(self, address: str, now: float) -> None:
@@ -119,7 +120,7 @@ class CallState:
     def end(self, address: str, refusal: str | None, now: float) -> None:
         """A call ended with an answer; `refusal` is the `handshake.Reason` of one, "" for none.
 
-        None: the other side did not answer, its answer proved nothing, or a defect ended the call.
+        It is None if the other side did not answer or proved nothing, or a defect ended the call.
         """
         if (call := self.calls.pop(address, None)) is None:
             return

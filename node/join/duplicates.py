@@ -99,7 +99,7 @@ class WatchedClient(ControlClient):
         return reply
 
     async def boot_id_at(self, address: str, node: NodeId) -> int | None:
-        """The boot id of the process that answers there under that node id; None: none does."""
+        """The boot id of the process that answers there under that id, or None."""
         beat = self._last_heartbeat or self._greeting()
         try:
             return (await super().exchange(address, node, beat)).boot_id

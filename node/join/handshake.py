@@ -68,7 +68,7 @@ class PeerIdentity:
     nonce: bytes = b""
     """A random number of this connection, so that no two have the same transcript."""
     join_port: int = 0
-    """0: unknown. It is only a hint, as mDNS gives, so it is no part of the transcript."""
+    """Or 0 if unknown. It is a hint, as mDNS gives, so it is no part of the transcript."""
 
 
 def relation(own: PeerIdentity, other: PeerIdentity) -> Relation:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 from ...placement.errors import InvalidRequest, InvalidSettings, JoinRefused
@@ -10,7 +11,7 @@ from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
 from ..cluster.member import MemberFacts
 from ..cluster.node_exit import RestartWithKey
-from ..machine.node_names import matching_nodes
+from ..machine.node_names import named_node
 from ..trust.certificates import cluster_fingerprint
 from ..trust.keys import parse_cluster_key
 from .calls import JoinApplication
@@ -53,10 +54,10 @@ class JoinOperations:
         return {
             "object": "list",
             "data": data,
-            "asking": [_application_entry(each) for each in joining.asker.applications()],
+            "asking": [_application_entry(each) for each in joining.asker.calls.applications()],
             "not_asked": [
                 {"cluster": cluster, "name": name}
-                for cluster, name in joining.asker.closed_clusters().items()
+                for cluster, name in joining.asker.calls.closed_names.items()
             ],
             "node": joining.state.node,
             "digits": joining.asker.code if trusted else None,
@@ -101,11 +102,11 @@ class JoinOperations:
     async def ask_again(self) -> dict[str, Any]:
         """Asks clusters that a person made this node leave, or that denied it, for
         `exo-node join --again`. Raises InvalidRequest."""
-        asker = self._joining.asker
+        calls = self._joining.asker.calls
         with _as_request_fault("body"):
             await asyncio.to_thread(self._joining.state.keys.folder.forget_left_clusters)
-        names = list(asker.closed_clusters().values())
-        asker.ask_again()
+        names = list(calls.closed_names.values())
+        calls.ask_again()
         return {"asked": names}
 
     async def leave(self) -> dict[str, Any]:
@@ -122,7 +123,10 @@ class JoinOperations:
         """
         joining = self._joining
         others, absent = joining.state.members.others(), joining.state.members.absent()
-        excluded = [_find_node(name, [*others, *absent]) for name in without]
+        named = partial(
+            named_node, name=_name, id=_id, group="this cluster's other nodes", param="without"
+        )
+        excluded = [named(text, [*others, *absent]).id for text in without]
         unreachable = [m for m in absent if m.id not in excluded]
         if unreachable and not drop_absent:
             raise JoinRefused(
@@ -149,7 +153,7 @@ class JoinOperations:
         )
 
     def _owner(self, id_: str) -> NodeId | None:
-        """The member at which a request waits; None: this node. Raises JoinRequestNotFound."""
+        """The member at which a request waits, or None if here. Raises JoinRequestNotFound."""
         for member in self._joining.state.members.others():
             if any(request.id == id_ for request in member.facts.join_requests):
                 return member.id
@@ -178,16 +182,12 @@ def _application_entry(application: JoinApplication) -> dict[str, Any]:
     }
 
 
-def _find_node(name: str, members: Sequence[MemberFacts]) -> str:
-    """The id of the node that a name or the beginning of an id means. Raises InvalidRequest."""
-    matches = matching_nodes(name, members, name=lambda m: m.facts.name, id=lambda m: m.id)
-    if len(matches) == 1:
-        return matches[0].id
-    raise InvalidRequest(
-        f"'{name[:64]}' means {'several nodes' if matches else 'no other node'} of this cluster; "
-        f"the others are: {_describe(members) or 'none'}",
-        param="without",
-    )
+def _name(member: MemberFacts) -> str:
+    return member.facts.name
+
+
+def _id(member: MemberFacts) -> str:
+    return member.id
 
 
 def _describe(members: Sequence[MemberFacts]) -> str:

@@ -5,6 +5,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -57,7 +58,9 @@ class JoinPort:
 
     def begin(self) -> None:
         self._accepting = [
-            self._loops.keep(partial(self._accept, each), f"the join port at {_where(each)}")
+            self._loops.keep(
+                partial(self._accept, each), f"the join port at {each.getsockname()[0]}"
+            )
             for each in self._listeners
         ]
 
@@ -135,25 +138,18 @@ class _Caller:
     """None until the handshake is complete."""
 
 
-def _where(listener: socket.socket) -> str:
-    return str(listener.getsockname()[0])
-
-
 def _listeners(hosts: Sequence[str], port: int) -> list[socket.socket]:
     """A listener on each host, all on one port. Raises OSError and leaves none open."""
     listeners: list[socket.socket] = []
-    try:
+    with ExitStack() as undo:
         for host in hosts:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            listener = socket.socket(family, socket.SOCK_STREAM)
+            listener = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
             listeners.append(listener)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((host, port))
             listener.listen(MAX_CONNECTIONS)
             listener.setblocking(False)
             port = listener.getsockname()[1]
-    except OSError:
-        for listener in listeners:
-            listener.close()
-        raise
+        _ = undo.pop_all()
     return listeners

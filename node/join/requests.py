@@ -74,7 +74,7 @@ class Attempts:
         self._by_source: dict[str, Bucket] = {}
 
     def wait_s(self, source: str, now: float) -> float:
-        """Seconds until another attempt from there may start; 0: it starts now, and counts."""
+        """Seconds until another attempt from there may start, or 0 if it starts now, and counts."""
         self._by_source = {s: b for s, b in self._by_source.items() if not b.is_full(now)}
         own = self._by_source.get(source) or Bucket(BURST_OF_ONE, REFILL_OF_ONE_S)
         wait = max(self._shared.wait_s(now), own.wait_s(now))

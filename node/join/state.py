@@ -4,7 +4,6 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from typing import Final
 
 from ...placement.errors import DigitsDiffer, ExoNodeError, PeerLost, Untrusted
@@ -24,16 +23,8 @@ from .wire import JoinConnection, Refusal, RemoteRefusal
 log = logging.getLogger(__name__)
 
 _MAX_REPORTS: Final = 256
-
-
-@dataclass(frozen=True, slots=True)
-class About:
-    """This node's description of itself to nodes of other clusters."""
-
-    name: str
-    chip: str
-    version: str
-    address: str
+_MAX_CHIP: Final = 100
+"""Characters of the name of a chip, which a hello bounds."""
 
 
 class JoinState:
@@ -46,7 +37,7 @@ class JoinState:
     def __init__(
         self,
         keys: Keyring,
-        about: Callable[[], About],
+        facts: Callable[[], pb.NodeFacts],
         members: Cluster,
         ending: NodeExit,
         events: EventLog,
@@ -61,7 +52,7 @@ class JoinState:
         """Whether this node did not found its cluster, or another one was ever let in there."""
         self.join_port = 0
         self._public_key = proven_public_key(keys.identity)
-        self._about = about
+        self._facts = facts
         self._task = ""
         self._reports: dict[tuple[str, str], None] = {}
 
@@ -86,7 +77,7 @@ class JoinState:
     def exclusive(self, task: str) -> Generator[None]:
         """Holds the node for one task. Raises Refusal (`busy`) while it has another."""
         if self._task or self.ending.decided:
-            raise Refusal("busy", f"{self._about().name} {self._task or 'restarts'}; try again")
+            raise Refusal("busy", f"{self._facts().name} {self._task or 'restarts'}; try again")
         self._task = task
         try:
             yield
@@ -95,16 +86,16 @@ class JoinState:
 
     def describe_self(self) -> PeerIdentity:
         """This node's identity for one connection, with a nonce of its own."""
-        about = self._about()
+        facts = self._facts()
         return PeerIdentity(
             node=self.node,
             public_key=self._public_key,
             cluster=self.keys.fingerprint,
-            name=about.name,
-            chip=about.chip,
-            version=about.version,
+            name=facts.name,
+            chip=facts.chip[:_MAX_CHIP],
+            version=facts.version,
             protocol=PROTOCOL,
-            address=about.address,
+            address=f"{facts.host}:{facts.port}",
             fresh=self.fresh,
             nonce=secrets.token_bytes(NONCE_BYTES),
             join_port=self.join_port,
@@ -113,10 +104,10 @@ class JoinState:
     def refusal_of(self, other: PeerIdentity) -> Refusal | None:
         """The refusal of a node of another version, or with this node's id; None for others."""
         if other.protocol != PROTOCOL:
-            about = self._about()
+            own = self._facts()
             return Refusal(
                 "protocol",
-                f"{about.name} speaks protocol {PROTOCOL} (exo-node {about.version}) and "
+                f"{own.name} speaks protocol {PROTOCOL} (exo-node {own.version}) and "
                 f"{other.name} {other.protocol} (exo-node {other.version}); install the same "
                 "version on both",
             )

@@ -70,7 +70,7 @@ class _LayerProfile(BaseModel):
     prefill_rows: _Rows
     tail_s: _Seconds
     layer_bytes: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
-    """0: measured by an earlier version, which a load repeats."""
+    """Or 0 if an earlier version measured it, which a load repeats."""
     mtp_speedup: Annotated[float, Field(ge=0, le=MAX_SPEEDUP)] = 0.0
     corrected: Annotated[object, Field(exclude=True, repr=False)] = None
     """A field of earlier versions, which is ignored."""

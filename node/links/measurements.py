@@ -15,7 +15,7 @@ from ...placement.split_refusal import SplitRefusal, refusal_in
 from ...proto import peer_pb2 as pb
 from ..cluster.member import MemberFacts
 from ..machine.interfaces import source_address
-from ..machine.tasks import Loops
+from ..machine.tasks import Loops, cancel
 from ..machine.timing import Timing
 from ..rpc.link_rpc import LinkClient
 from ..runners.runner_client import Endpoint
@@ -67,9 +67,7 @@ class Profiling:
         self._tasks = [loops.keep(self._prober.run, "the measurement of links")]
 
     async def close(self) -> None:
-        for task in self._tasks:
-            _ = task.cancel()
-        _ = await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(self._tasks)
 
     @property
     def addresses(self) -> list[str]:
@@ -146,7 +144,7 @@ class Profiling:
         return ready
 
     async def correct(self, spec: pb.StageSpec, state: pb.RunnerState) -> None:
-        """Corrects the times of a stage by what answers have just shown; 0: nothing new."""
+        """Corrects the times of a stage by what answers have just shown."""
         await asyncio.to_thread(self._profiles.correct, spec, state.step_s, state.mtp_speedup)
 
     async def record_refusal(

@@ -27,7 +27,7 @@ class LinkPath:
     """The median of the smallest message."""
     round_trip_min_s: float
     bandwidth: float
-    """Bytes a second of the slower direction; 0: not measured."""
+    """Bytes a second of the slower direction, or 0 if not measured."""
     age_s: int = 0
     """The age of the measurement."""
 

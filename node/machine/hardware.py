@@ -102,7 +102,7 @@ def detect_hardware(
     """This machine. `distributions` are the installed ones; blocks for up to some seconds, and for
     one more the first time on a CPU, for which it compiles.
 
-    `visible_gpus` is CUDA_VISIBLE_DEVICES, which nvidia-smi itself does not heed; None: unset.
+    `visible_gpus` is CUDA_VISIBLE_DEVICES, which nvidia-smi itself does not heed, or None.
     """
     backend = guess_backend(sys.platform, platform.machine(), distributions)
     gpu, others = _visible_gpus(visible_gpus) if backend == "cuda" else (None, 0)

@@ -63,7 +63,7 @@ def announced_addresses(usual: str, fixed: bool, interfaces: Iterable[Interface]
 
 
 def source_address(destination: str) -> str | None:
-    """The own address from which the system would send to an IPv4 address; None: no route.
+    """The own address from which the system would send to an IPv4 address, or None without a route.
 
     Connecting a datagram socket looks the route up and sends nothing.
     """

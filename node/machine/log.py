@@ -18,17 +18,8 @@ from .own_command import typable
 _request: ContextVar[str | None] = ContextVar("request", default=None)
 
 _QUIET: Final = (
-    "asyncio",
-    "filelock",
-    "grpc",
-    "httpcore",
-    "httpcore2",
-    "httpx",
-    "httpx2",
-    "huggingface_hub",
-    "urllib3",
-    "uvicorn",
-    "zeroconf",
+    *("asyncio", "filelock", "grpc", "httpcore", "httpcore2", "httpx", "httpx2"),
+    *("huggingface_hub", "urllib3", "uvicorn", "zeroconf"),
 )
 _SILENT: Final = ("uvicorn.access",)  # the API logs each request itself, with its id
 

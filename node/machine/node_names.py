@@ -1,7 +1,9 @@
 """Nodes by name or by the beginning of an id, as people refer to them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
+
+from ...placement.errors import InvalidRequest
 
 _SHORTEST_ID: Final = 8
 """Ids are random: a shorter text may match an unintended node, and a rekey cannot be undone."""
@@ -9,15 +11,29 @@ _SHORTEST_ID: Final = 8
 _Node = TypeVar("_Node")
 
 
-def matching_nodes(
-    text: str, nodes: Iterable[_Node], *, name: Callable[[_Node], str], id: Callable[[_Node], str]
-) -> list[_Node]:
-    """Nodes with exactly that name; if there is none, those whose id begins with the text.
+def named_node(
+    text: str,
+    nodes: Sequence[_Node],
+    *,
+    name: Callable[[_Node], str],
+    id: Callable[[_Node], str],
+    group: str,
+    param: str,
+) -> _Node:
+    """The node with exactly that name; if there is none, the one whose id begins with the text.
 
-    A text of less than 8 characters matches no id. The caller refuses several matches.
+    A text of less than 8 characters matches no id. Raises InvalidRequest of `param` unless it is
+    one of the nodes, whose `group` the message names.
     """
-    candidates = list(nodes)
-    named = [node for node in candidates if name(node) == text]
-    if named or len(text) < _SHORTEST_ID:
-        return named
-    return [node for node in candidates if id(node).startswith(text)]
+    matches = [node for node in nodes if name(node) == text]
+    if not matches and len(text) >= _SHORTEST_ID:
+        matches = [node for node in nodes if id(node).startswith(text)]
+    if len(matches) == 1:
+        return matches[0]
+    which = "several" if matches else "none"
+    listed = ", ".join(f"{name(node)} ({id(node)})" for node in matches or nodes) or "-"
+    raise InvalidRequest(
+        f"'{text[:64]}' means {which} of {group}; give a name, or {_SHORTEST_ID} characters or "
+        f"more of an id: {listed}",
+        param=param,
+    )

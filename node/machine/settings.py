@@ -156,7 +156,7 @@ def models_folders(settings: Settings) -> tuple[Path, ...]:
 
 
 def visible_gpus() -> str | None:
-    """The GPUs that CUDA shows to this process and its runners, in order; None: all."""
+    """The GPUs that CUDA shows to this process and its runners, in order, or None for all."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
@@ -270,16 +270,8 @@ def _check_ports(settings: Settings, inputs: Inputs) -> None:
 
 
 _RUNNER_VARIABLES: Final = (
-    "PATH",
-    "HOME",
-    "TMPDIR",
-    "XDG_CACHE_HOME",
-    "LANG",
-    "LC_ALL",
-    "LD_LIBRARY_PATH",
-    "PYTHONPATH",
-    "CUDA_HOME",
-    "CUDA_VISIBLE_DEVICES",
+    *("PATH", "HOME", "TMPDIR", "XDG_CACHE_HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH"),
+    *("PYTHONPATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES"),
 )
 
 

@@ -87,15 +87,11 @@ class Timing:
         """Two refusals count as two. Dials are a tick apart, and the clock may be early."""
         return 0.8 * self.tick_s
 
-    @property
-    def lease_s(self) -> float:
-        """A head that was stopped for longer counts as dead, and may have a successor."""
-        return self.dead_after_s
+    lease_s = dead_after_s
+    """A head that was stopped for longer counts as dead, and may have a successor."""
 
-    @property
-    def waking_s(self) -> float:
-        """A node that was stopped first listens until every live node's heartbeat is due."""
-        return 1.5 * self.heartbeat_s
+    waking_s = suspect_after_s
+    """A node that was stopped first listens until every live node's heartbeat is due."""
 
     @property
     def patience_s(self) -> float:
@@ -145,21 +141,17 @@ class Timing:
         """`silence_s` in looks at a runner: while this process is paused, none are counted."""
         return round(self.silence_s / self.watch_s)
 
-    @property
-    def steady_s(self) -> float:
-        """Work that runs for as long as silence may last has recovered."""
-        return self.silence_s
+    steady_s = silence_s
+    """Work that runs for as long as silence may last has recovered."""
 
     @property
     def quiet_s(self) -> float:
         """Two ticks without an event of an answer: its stages are pinged."""
         return 2 * self.tick_s
 
-    @property
-    def ping_s(self) -> float:
-        """A stage's ping: half a heartbeat longer than a pause that a node survives. A stage that
-        is wrongly declared lost reads its prompts again."""
-        return self.dead_after_s + 0.5 * self.heartbeat_s
+    ping_s = stagger_s
+    """A stage's ping: half a heartbeat longer than a pause that a node survives. A stage that
+    is wrongly declared lost reads its prompts again."""
 
     @property
     def rescan_s(self) -> float:
@@ -179,10 +171,8 @@ class Timing:
 
     # ---------------------------------------------------------------------------- placements
 
-    @property
-    def claim_grace_s(self) -> float:
-        """A placement that was given to a request counts as used until the next look."""
-        return self.watch_s
+    claim_grace_s = watch_s
+    """A placement that was given to a request counts as used until the next look."""
 
     @property
     def takeover_s(self) -> float:
@@ -194,22 +184,16 @@ class Timing:
         """A runner frees a request's state that no frame has touched in `silence_s`."""
         return round(self.silence_s)
 
-    @property
-    def crowded_after_s(self) -> float:
-        """Several answers share a replica for that long before another one is loaded for them."""
-        return self.silence_s
+    crowded_after_s = silence_s
+    """Several answers share a replica for that long before another one is loaded for them."""
 
-    @property
-    def move_gain_s(self) -> float:
-        """A conversation gains two ticks if it leaves the replica that has most of it: it does not
-        wander for the sake of estimates."""
-        return 2 * self.tick_s
+    move_gain_s = quiet_s
+    """A conversation gains two ticks if it leaves the replica that has most of it: it does not
+    wander for the sake of estimates."""
 
-    @property
-    def refill_every_s(self) -> float:
-        """Until another load of a missing replica, or on a node that did not answer: the node is
-        dead or has answered by then."""
-        return self.silence_s
+    refill_every_s = silence_s
+    """Until another load of a missing replica, or on a node that did not answer: the node is
+    dead or has answered by then."""
 
     @property
     def settle_after_s(self) -> float:

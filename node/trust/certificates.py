@@ -74,7 +74,7 @@ def clock_trouble(now: datetime.datetime) -> str:
 
 
 def node_name(node: NodeId | None) -> str:
-    """The TLS name of a node's control server; None: any node of the cluster."""
+    """The TLS name of a node's control server, or without `node` of any in the cluster."""
     return "node.exo.internal" if node is None else f"{node}.node.exo.internal"
 
 

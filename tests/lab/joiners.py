@@ -17,7 +17,7 @@ from exo_node.node.join.duplicates import WatchedClient
 from exo_node.node.join.handshake import PeerIdentity
 from exo_node.node.join.joining import Joining
 from exo_node.node.join.requests import PendingRequest, PendingRequests
-from exo_node.node.join.state import About, JoinState
+from exo_node.node.join.state import JoinState
 from exo_node.node.join.wire import JoinConnection, connect, hello, party_of, tls_contexts
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.tasks import Loops
@@ -172,7 +172,7 @@ async def joiner(
         credentials = node_credentials(own, key)
         state = JoinState(
             Keyring(folder, key, own, credentials, cluster_fingerprint(key)),
-            lambda: About(name, chip, "0.1.0", "127.0.0.1:9"),
+            lambda: pb.NodeFacts(name=name, chip=chip, version="0.1.0", host="127.0.0.1", port=9),
             cast(Cluster, company),
             ending,
             events,
@@ -187,6 +187,15 @@ async def joiner(
             )
         finally:
             await joining.close()
+
+
+@asynccontextmanager
+async def asking() -> AsyncGenerator[tuple[Joiner, Joiner]]:
+    """A member of a cluster, and a fresh node that waits there to be let in."""
+    async with joiner("old", fresh=False) as old, joiner("new") as new:
+        new.discover(old)
+        await until(lambda: old.has_waiting(new))
+        yield old, new
 
 
 # ------------------------------------------------------------------------------- attackers

@@ -24,7 +24,7 @@ from api_stub import (
 from interrupts import ending_on_interrupt
 from typer.testing import Result
 
-from exo_node.node.cli.client import Comment, EventData, parse_sse
+from exo_node.node.cli.client import Comment, parse_sse
 from exo_node.node.cli.output import print_answer, stats_line
 
 _CHAT = "/v1/chat/completions"
@@ -197,15 +197,15 @@ def test_ctrl_c_ends_a_chat_with_130(stub: Stub) -> None:
 @pytest.mark.parametrize(
     ("text", "events"),
     [
-        ("data: a\n\ndata:b\n\n", [EventData("a"), EventData("b")]),
-        ("data: a\r\ndata: b\r\n\r\n", [EventData("a\nb")]),
+        ("data: a\n\ndata:b\n\n", ["a", "b"]),
+        ("data: a\r\ndata: b\r\n\r\n", ["a\nb"]),
         (": ping\n\n:\n\n", [Comment("ping"), Comment("")]),
         ("event: x\nid: 1\nretry: 5\ndatabase: 1\n\n", []),
         ("data: cut off", []),
-        ("data:  ü\u2028\x85\n\n", [EventData(" ü\u2028\x85")]),
+        ("data:  ü\u2028\x85\n\n", [" ü\u2028\x85"]),
     ],
 )
-def test_sse_lines_become_events(text: str, events: list[Comment | EventData]) -> None:
+def test_sse_lines_become_events(text: str, events: list[Comment | str]) -> None:
     assert list(parse_sse([text])) == list(parse_sse(text)) == events, "chunks may end anywhere"
 
 

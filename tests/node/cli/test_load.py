@@ -1,4 +1,4 @@
-"""`exo-node models load` and `exo-node replicas`, over a stub of the node."""
+"""`exo-node models load`, `unload` and `replicas`, over a stub of the node."""
 
 import json
 from typing import Any
@@ -144,3 +144,16 @@ def test_an_interrupted_load_says_that_the_node_still_loads(
     result = load(stub)
     assert result.exit_code == 130
     assert "`exo-node models unload demo` ends that" in " ".join(result.output.split())
+
+
+def test_a_loaded_model_is_unloaded_by_its_name_and_another_one_is_refused(stub: Stub) -> None:
+    loaded = [{"id": "p0", "model": "demo"}, {"id": "p 1", "model": "owner/large"}]
+    stub.replies["/v1/placements"] = as_json({"data": loaded})
+    stub.replies["/v1/placements/p%201"] = as_json(b"")
+    words = ("models", "unload", "--port", str(stub.port))
+    result = in_process(*words, "owner/large")
+    assert (result.exit_code, stub.deleted) == (0, ["/v1/placements/p%201"]), result.output
+    refused = in_process(*words, "another")
+    assert refused.exit_code != 0
+    assert "another is not loaded; demo, owner/large now" in refused.output
+    assert len(stub.deleted) == 1

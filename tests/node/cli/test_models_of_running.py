@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from exo_node.node.cli.models import this_machine
-from exo_node.node.machine.data_dir_lock import DataDirLock
+from exo_node.node.machine.data_dir_lock import DataDirLock, find_running
 
 
 @pytest.mark.parametrize("runs", [True, False])
@@ -27,4 +27,5 @@ def test_a_record_of_an_older_node_has_no_folders(tmp_path: Path) -> None:
         record = json.loads((tmp_path / "node.json").read_text())
         del record["models_dirs"]
         _ = (tmp_path / "node.json").write_text(json.dumps(record))
-        assert this_machine(str(tmp_path), None)[0].models_dirs == ()
+        running = find_running(tmp_path)
+        assert running is not None and (running.http_port, running.models_dirs) == (9, ())

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 from api_stub import exo_node
 
-from exo_node.node.cli.service import LABEL, Launchd, Systemd
+from exo_node.node.cli.service import LABEL, launchd, systemd
 
 Service = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -86,7 +86,7 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     _ = command.write_text("#!/bin/sh\n")
     command.chmod(0o755)
     unit = tmp_path / "exo-node.service"
-    _ = unit.write_bytes(Systemd(tmp_path).text([str(command), "start", 'a "quoted" word']))
+    _ = unit.write_bytes(systemd(tmp_path).definition([str(command), "start", 'a "quoted" word']))
     verify = ["systemd-analyze", "--user", "verify", str(unit)]
     env = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
     result = subprocess.run(verify, capture_output=True, text=True, timeout=60, env=env)
@@ -122,9 +122,10 @@ def batched(kinds: list[str], size: int) -> Iterator[list[str]]:
 
 def test_launchds_definition_has_only_keys_that_its_manual_names(tmp_path: Path) -> None:
     """Names and types of launchd.plist(5); it was run on no Mac."""
-    agent = Launchd(tmp_path, 501)
-    assert b'"-//Apple//DTD PLIST 1.0//EN"' in agent.text([])
-    job = plistlib.loads(agent.text(["/bin/exo-node", "start"]))
+    agent = launchd(tmp_path, 501)
+    text = agent.definition(["/bin/exo-node", "start"])
+    assert b'"-//Apple//DTD PLIST 1.0//EN"' in text
+    job = plistlib.loads(text)
     types = {
         "Label": str,
         "ProgramArguments": list,
@@ -139,5 +140,5 @@ def test_launchds_definition_has_only_keys_that_its_manual_names(tmp_path: Path)
     assert {name: type(value) for name, value in job.items()} == types
     assert job["KeepAlive"] == {"SuccessfulExit": False}
     assert job["ProcessType"] in {"Background", "Standard", "Adaptive", "Interactive"}
-    assert set(outline(agent.text(["/bin/exo-node", "start"]))) <= PLIST
+    assert set(outline(text)) <= PLIST
     assert agent.file.name == f"{job['Label']}.plist" and job["Label"] == LABEL

@@ -112,7 +112,7 @@ def test_a_command_says_what_it_did_or_what_is_wrong(line: str, reply: str) -> N
 @pytest.mark.parametrize("name", BOUNDS)
 def test_the_bounds_are_those_of_the_api(name: str) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
-    least, most = BOUNDS[name]
+    _, least, most = BOUNDS[name]
     for value in (least, *[most] * (most < inf)):
         _ = validated({**body, name: value}, ChatBody)
     for value in (least - 5, *[most + 1] * (most < inf)):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from joiners import Impostor, Joiner, joiner, party, until
+from joiners import Impostor, Joiner, asking, joiner, party, until
 
 from exo_node.node.join.asker import Asker
 from exo_node.node.join.calls import (
@@ -218,9 +218,7 @@ async def test_one_task_repeats_the_calls_of_an_address_until_the_end(
 
 
 async def test_a_node_that_settles_cancels_its_call() -> None:
-    async with joiner("old", fresh=False) as old, joiner("new") as new:
-        new.discover(old)
-        await until(lambda: old.has_waiting(new))
+    async with asking() as (old, new):
         [task] = tasks_of(new).values()
         new.joining.asker.settle()
         assert not tasks_of(new) and new.joining.asker.code is None
@@ -229,9 +227,7 @@ async def test_a_node_that_settles_cancels_its_call() -> None:
 
 async def test_a_node_whose_approved_node_goes_away_still_asks_the_same_cluster() -> None:
     """Nothing was withdrawn, so there is nothing to resume: the request keeps its id."""
-    async with joiner("old", fresh=False) as old, joiner("new") as new:
-        new.discover(old)
-        await until(lambda: old.has_waiting(new))
+    async with asking() as (old, new):
         waiting, code = old.request_of(new), new.code
         async with Impostor(fresh=True).calling(new.address) as (line, own, other):
             await line.send(pb.JoinFrame(ask=pb.JoinAsk()))

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, tzinfo
 from typing import Any
 
 import pytest
-from joiners import Impostor, Joiner, asks, joiner, until
+from joiners import Impostor, Joiner, asking, asks, joiner, until
 
 from exo_node.node.cluster.member import MemberFacts
 from exo_node.node.join import joining
@@ -38,9 +38,7 @@ from exo_node.proto import peer_pb2 as pb
 
 
 async def test_the_key_travels_once_the_new_nodes_digits_were_typed_at_a_member() -> None:
-    async with joiner("old", fresh=False) as old, joiner("new") as new:
-        new.discover(old)
-        await until(lambda: old.has_waiting(new))
+    async with asking() as (old, new):
         await until(lambda: new.joining.asker.code)
         assert old.joining.asker.code is None, "the new node alone shows digits"
         assert new.key_on_disk == new.key
@@ -56,9 +54,7 @@ async def test_the_key_travels_once_the_new_nodes_digits_were_typed_at_a_member(
 
 
 async def test_wrong_digits_end_the_attempt_and_both_screens_say_that_they_did_not_match() -> None:
-    async with joiner("old", fresh=False) as old, joiner("new") as new:
-        new.discover(old)
-        await until(lambda: old.has_waiting(new))
+    async with asking() as (old, new):
         right = new.code
         wrong = str((int(right) + 1) % 10**6).zfill(6)
         first = old.request_of(new).id
@@ -114,9 +110,7 @@ async def test_digits_that_were_typed_once_are_not_tried_again() -> None:
 
 async def test_an_impostor_of_the_same_name_does_not_make_the_new_nodes_digits_worthless() -> None:
     """Typed for it first, they are used up; typed for the true node, that one makes new ones."""
-    async with joiner("old", fresh=False) as old, joiner("new") as new:
-        new.discover(old)
-        await until(lambda: old.has_waiting(new))
+    async with asking() as (old, new):
         code = new.code
         async with Impostor(fresh=True, name="new").calling(old.address) as (line, *_):
             await line.send(pb.JoinFrame(ask=pb.JoinAsk()))
@@ -188,9 +182,7 @@ async def test_a_new_key_goes_to_no_machine_that_answers_in_a_members_place(
 
 
 async def test_a_node_that_waits_for_a_person_is_not_evicted_by_silent_callers() -> None:
-    async with joiner("old", fresh=False) as old, joiner("new") as new:
-        new.discover(old)
-        await until(lambda: old.has_waiting(new))
+    async with asking() as (old, new):
         first = old.request_of(new)
         host, port = old.address.split(":")
         callers = [await asyncio.open_connection(host, int(port)) for _ in range(100)]
@@ -284,14 +276,12 @@ async def test_a_node_that_sees_two_clusters_joins_the_one_whose_member_proved_t
 
 
 async def test_a_denied_node_reports_the_refusal_and_does_not_ask_again() -> None:
-    async with joiner("old", fresh=False) as old, joiner("new") as new:
-        new.discover(old)
-        await until(lambda: old.has_waiting(new))
+    async with asking() as (old, new):
         _ = old.joining.approver.deny(old.request_of(new).id)
         await until(lambda: new.event_texts("join_refused"))
         assert "a person refused it" in new.event_texts("join_refused")[0]
         assert "a person refused it" in old.event_texts("join_refused")[0]
-        await until(lambda: not new.joining.asker.applications())
+        await until(lambda: not new.joining.asker.calls.applications())
         await asyncio.sleep(1.5)
         assert not old.waiting() and new.joined is None
 
@@ -331,7 +321,7 @@ async def test_of_two_fresh_nodes_the_one_whose_digits_are_typed_joins_the_other
         _ = await one.let_in(two, two.code)
         await until(lambda: two.joined)
         assert two.key_on_disk == one.key == one.key_on_disk
-        await until(lambda: not one.joining.asker.applications())
+        await until(lambda: not one.joining.asker.calls.applications())
         assert not one.joining.state.fresh, "another node is in its cluster, so it leaves for none"
 
 
@@ -437,7 +427,7 @@ async def test_another_clusters_fingerprint_cannot_be_claimed() -> None:
             await until(lambda: any("does not prove" in t for t in new.event_texts("join_refused")))
         new.discover(owner)
         await until(lambda: owner.has_waiting(new))
-        assert [a.address for a in new.joining.asker.applications()] == [owner.address]
+        assert [a.address for a in new.joining.asker.calls.applications()] == [owner.address]
 
 
 async def test_a_cancel_that_comes_with_the_connection_is_not_lost(

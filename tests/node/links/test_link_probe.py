@@ -93,38 +93,38 @@ class Network:
         )
 
 
-def test_reports_name_both_addresses() -> None:
+async def test_reports_name_both_addresses() -> None:
     prober = Network().prober(LinkPeer(B, (ONE,)))
-    [report] = asyncio.run(prober.measure_all())
+    [report] = await prober.measure_all()
     assert (report.peer, report.from_address, report.to_address) == (B, "10.0.0.1", "10.0.0.2")
     assert (report.bandwidth_out, report.bandwidth_in) == (1e8, 2e8)
     assert report.echoes[0].p50_s == 2e-3
     assert prober.reports() == [report]
 
 
-def test_an_address_that_leads_nowhere_is_no_link_and_no_fault() -> None:
+async def test_an_address_that_leads_nowhere_is_no_link_and_no_fault() -> None:
     network = Network(ONE)
     prober = network.prober(LinkPeer(B, (ONE, TWO)))
-    assert [report.to_address for report in asyncio.run(prober.measure_all())] == ["10.0.1.2"]
+    assert [report.to_address for report in await prober.measure_all()] == ["10.0.1.2"]
     assert network.calls == [ONE, TWO]
 
 
-def test_a_dead_link_is_not_reported_any_more() -> None:
+async def test_a_dead_link_is_not_reported_any_more() -> None:
     network = Network()
     prober = network.prober(LinkPeer(B, (ONE,)))
-    assert asyncio.run(prober.measure_all())
+    assert await prober.measure_all()
     network.dead = (ONE,)
-    assert asyncio.run(prober.measure_all()) == []
+    assert await prober.measure_all() == []
 
 
-def test_without_a_route_nothing_is_dialled() -> None:
+async def test_without_a_route_nothing_is_dialled() -> None:
     network = Network()
-    assert asyncio.run(network.prober(LinkPeer(B, (ONE,)), source=None).measure_all()) == []
+    assert await network.prober(LinkPeer(B, (ONE,)), source=None).measure_all() == []
     assert network.calls == []
 
 
 @pytest.mark.parametrize("peers", [1, 3])
-def test_one_link_at_a_time(peers: int) -> None:
+async def test_one_link_at_a_time(peers: int) -> None:
     running, most = 0, 0
 
     async def measure(_address: str, _node: NodeId) -> LinkMeasurement:
@@ -135,10 +135,7 @@ def test_one_link_at_a_time(peers: int) -> None:
         running -= 1
         return MEASURED
 
-    async def together() -> None:
-        others = [LinkPeer(NodeId(str(i)), (f"10.0.0.{i}:1",)) for i in range(peers)]
-        prober = LinkProber(lambda: others, idle, measure, lambda _: "x", lambda: 1000.0, TIMING)
-        _ = await asyncio.gather(prober.measure_all(), prober.measure_all())
-
-    asyncio.run(together())
+    others = [LinkPeer(NodeId(str(i)), (f"10.0.0.{i}:1",)) for i in range(peers)]
+    prober = LinkProber(lambda: others, idle, measure, lambda _: "x", lambda: 1000.0, TIMING)
+    _ = await asyncio.gather(prober.measure_all(), prober.measure_all())
     assert most == 1

@@ -90,17 +90,14 @@ async def test_cancelling_ends_the_work_and_the_trouble() -> None:
     assert all(task.cancelled() for task in tasks)
 
 
-def test_a_loop_carries_no_request_of_whoever_began_it() -> None:
-    async def story() -> list[bool]:
-        lines: list[str] = []
+async def test_a_loop_carries_no_request_of_whoever_began_it() -> None:
+    lines: list[str] = []
 
-        async def work() -> None:
-            line = logging.LogRecord("", logging.INFO, "", 0, "", None, None)
-            lines.append(HumanFormatter().format(line))
+    async def work() -> None:
+        line = logging.LogRecord("", logging.INFO, "", 0, "", None, None)
+        lines.append(HumanFormatter().format(line))
 
-        with request_scope("req_1"):
-            await Loops(EventLog(), LOCAL).keep(work, "it")
-            await work()
-        return ["request=req_1" in line for line in lines]
-
-    assert asyncio.run(story()) == [False, True]
+    with request_scope("req_1"):
+        await Loops(EventLog(), LOCAL).keep(work, "it")
+        await work()
+    assert ["request=req_1" in line for line in lines] == [False, True]

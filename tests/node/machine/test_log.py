@@ -92,7 +92,7 @@ def test_a_traceback_is_logged(log_format: str) -> None:
     assert len(_lines(stream)) > 3 if log_format == "human" else len(_lines(stream)) == 1
 
 
-def test_a_request_is_known_in_the_tasks_it_starts_and_nowhere_else() -> None:
+async def test_a_request_is_known_in_the_tasks_it_starts_and_nowhere_else() -> None:
     async def serve(request: str) -> str | None:
         with request_scope(request):
             return await asyncio.create_task(inner())
@@ -101,10 +101,7 @@ def test_a_request_is_known_in_the_tasks_it_starts_and_nowhere_else() -> None:
         await asyncio.sleep(0)
         return carried()
 
-    async def both() -> list[str | None]:
-        return list(await asyncio.gather(serve("a"), serve("b")))
-
-    assert asyncio.run(both()) == ["a", "b"]
+    assert await asyncio.gather(serve("a"), serve("b")) == ["a", "b"]
     assert carried() is None
 
 
@@ -141,17 +138,14 @@ def test_only_the_excepted_controls_pass() -> None:
     assert escape_controls("x\u202egpj.exe\u2066\u200f") == "x\\u202egpj.exe\\u2066\u200f"
 
 
-def test_a_task_that_outlives_its_request_does_not_carry_it() -> None:
+async def test_a_task_that_outlives_its_request_does_not_carry_it() -> None:
     async def carried_by_task() -> str | None:
         return carried()
 
-    async def story() -> list[str | None]:
-        with request_scope("r1"):
-            own = asyncio.create_task(carried_by_task())
-            other = asyncio.create_task(carried_by_task(), context=apart())
-            return [await own, await other, carried()]
-
-    assert asyncio.run(story()) == ["r1", None, "r1"]
+    with request_scope("r1"):
+        own = asyncio.create_task(carried_by_task())
+        other = asyncio.create_task(carried_by_task(), context=apart())
+        assert [await own, await other, carried()] == ["r1", None, "r1"]
 
 
 def test_lines_that_strangers_cause_are_few_and_counted() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+import typer
 from shims import by_contents, by_rows, perturb
 from small import small_checkpoint
 from tiny import VOCABULARY, taped_qwen
@@ -32,7 +33,7 @@ from exo_node.mtp.families.qwen35 import Qwen35Family
 from exo_node.mtp.probe import FixedRowsCheck
 from exo_node.mtp.sampling import Distribution, Noise
 from exo_node.mtp.targets import FamilyTarget
-from exo_node.node.cli.verify import run_verify
+from exo_node.node.cli.verify import verify as verify_command
 from exo_node.node.machine.settings import load_settings
 from exo_node.node.placements.local_model import resolve
 from exo_node.placement.errors import InvalidCheckpoint, InvalidSettings, ModelNotFound
@@ -477,13 +478,14 @@ def test_the_child_takes_what_the_command_asks(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("exo_node.node.cli.verify.run_child", run_child)
     expected: dict[str, Any] = {"dtype": "float32", "quick": True, "models_dir": None}
-    assert run_verify("demo", k=2, json_file="-", **expected) == 0
+    with pytest.raises(typer.Exit):
+        verify_command("demo", k=2, json_file="-", **expected)
     request = child.parse_request("verify", verify.VerifyRequest, requests[0].encode())
     spec = request.spec
     assert (request.k, request.json_file, request.quick) == (2, "-", True)
     assert (spec.model, spec.dtype, spec.native_mtp) == ("demo", "float32", True)
     with pytest.raises(InvalidSettings, match="--k: 4, and demo drafts at most 3"):
-        _ = run_verify("demo", k=4, json_file=None, **expected)
+        verify_command("demo", k=4, json_file=None, **expected)
 
 
 def test_the_child_ends_with_one_line_for_an_error() -> None:
