@@ -9,7 +9,7 @@ from ...placement.errors import InvalidSettings
 from . import output
 from .client import call, connect
 from .flags import AsJson, DataDir, LocalPort, group, option
-from .output import Json, table
+from .output import Json, table, texts
 from .plan import preview_path, preview_text
 from .times import TIMES
 
@@ -94,9 +94,7 @@ def profile_text(profile: Json, width: int | None = None) -> str:
 def _node_row(node: Json) -> tuple[str, ...]:
     bandwidth = node["memory_bandwidth"]
     return (
-        str(node["name"]),
-        str(node["chip"]),
-        str(node["backend"]),
+        *texts(node, "name", "chip", "backend"),
         f"{node['memory_bytes'] / 1e9:.1f} GB",
         f"{bandwidth / 1e9:.0f} GB/s" if bandwidth else "-",
         ", ".join(map(str, node["addresses"])),

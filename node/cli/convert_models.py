@@ -219,11 +219,8 @@ def _output(path: str | None, settings: "Settings", name: str) -> "Path":
 def _head(library: "ModelLibrary", source: str, revision: str | None) -> "HeadFolder":
     from ..store.head_source import head_folder
 
-    line = ProgressLine(source)
-    try:
-        return head_folder(library, source, revision, line.show)
-    finally:
-        line.end()
+    with ProgressLine(source) as show:
+        return head_folder(library, source, revision, show)
 
 
 def _run(

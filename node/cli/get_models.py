@@ -27,6 +27,8 @@ from .output import (
 from .times import TIMES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ..store.transfers import Progress
 
 _Revision = Annotated[
@@ -64,11 +66,8 @@ def pull(
 
     settings, library, _ = this_machine(data_dir, None)
     repository, pinned = library.repository(id, quant)
-    line = ProgressLine(repository)
-    try:
-        folder = download(repository, revision or pinned, line.show, offline=settings.offline)
-    finally:
-        line.end()
+    with ProgressLine(repository) as show:
+        folder = download(repository, revision or pinned, show, offline=settings.offline)
     name = f"{repository}@{revision}" if revision and revision != "main" else repository
     if as_json:
         print_json({"id": name, "folder": str(folder)})
@@ -206,7 +205,10 @@ class ProgressLine:
         text = self._text(news, now)
         self._line.show(text) if self._terminal else note(text)
 
-    def end(self) -> None:
+    def __enter__(self) -> "Callable[[Progress], None]":
+        return self.show
+
+    def __exit__(self, *_: object) -> None:
         self._line.end()
 
     def _text(self, news: "Progress", now: float) -> str:

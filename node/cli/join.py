@@ -13,7 +13,7 @@ from ..machine.node_names import named_node
 from . import output
 from .client import ApiEndpoint, call, connect, find_node
 from .flags import AsJson, DataDir, LocalPort, Yes, argument, client_settings
-from .output import Json, confirm, note, table, text_of
+from .output import Json, confirm, note, table, text_of, texts
 from .status import node_row
 from .times import TIMES
 
@@ -257,8 +257,7 @@ def not_asked_text(closed: Sequence[Json]) -> str:
 
 def _request_row(request: Json) -> tuple[str, ...]:
     at: Json = request.get("at") or {}
-    fields = [request.get(name) for name in ("name", "node", "chip", "address")]
-    return tuple(text_of(field) for field in (*fields, at.get("name")))
+    return (*texts(request, "name", "node", "chip", "address"), *texts(at, "name"))
 
 
 def _own_request_lines(joining: Json) -> list[str]:

@@ -80,6 +80,11 @@ def text_of(value: object) -> str:
     return "-" if value is None else str(value)
 
 
+def texts(entry: Json, *fields: str) -> tuple[str, ...]:
+    """The texts of these fields."""
+    return tuple(text_of(entry.get(field)) for field in fields)
+
+
 def share(totals: Json, part: str, whole: str) -> str:
     """`67 %`, or `-` where the whole is 0 or missing."""
     count = totals.get(whole)

@@ -8,7 +8,7 @@ from . import output
 from .client import call, connect
 from .flags import AsJson, DataDir, LocalPort
 from .load import held_options_text
-from .output import Json, caches_text, share, size, table, text_of
+from .output import Json, caches_text, share, size, table, text_of, texts
 
 NO_MODEL: Final = "no model is loaded; `exo-node chat` loads one"
 
@@ -109,9 +109,7 @@ def node_row(node: Json) -> tuple[str, ...]:
     """Name with marks, status, chip, backend, memory and address of a node."""
     return (
         marked_name(node),
-        text_of(node.get("status")),
-        text_of(node.get("chip")),
-        text_of(node.get("backend")),
+        *texts(node, "status", "chip", "backend"),
         size(node.get("memory_bytes")),
         f"{text_of(node.get('host'))}:{text_of(node.get('port'))}",
     )
@@ -143,8 +141,7 @@ def _totals_row(model: str, totals: Json) -> tuple[str, ...]:
     """Counts, then shares of the prompt tokens, the emitted tokens and the drafts."""
     return (
         model,
-        text_of(totals.get("requests")),
-        text_of(totals.get("completion_tokens")),
+        *texts(totals, "requests", "completion_tokens"),
         share(totals, "cached_tokens", "prompt_tokens"),
         share(totals, "batched_tokens", "completion_tokens"),
         share(totals, "accepted_draft_tokens", "proposed_draft_tokens"),

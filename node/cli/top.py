@@ -14,7 +14,7 @@ from ..machine.log import escape_controls
 from . import output
 from .client import ApiEndpoint, CallFailed, call, connect, read_text
 from .flags import AsJson, DataDir, LocalPort
-from .output import Json, share, size, table, terminal_width, text_of
+from .output import Json, share, size, table, terminal_width, text_of, texts
 from .status import NO_MODEL, marked_name, placement_row, prefix_table
 from .times import TIMES
 
@@ -257,10 +257,8 @@ def _model_row(model: str, state: Json) -> tuple[str, ...]:
     rate = requests.get("tokens_per_second")
     return (
         model,
-        text_of(requests.get("running")),
-        text_of(requests.get("waiting")),
+        *texts(requests, "running", "waiting"),
         "-" if rate is None else f"{rate:.1f}",
-        text_of(totals.get("requests")),
-        text_of(totals.get("completion_tokens")),
+        *texts(totals, "requests", "completion_tokens"),
         share(totals, "accepted_draft_tokens", "proposed_draft_tokens"),
     )

@@ -72,8 +72,6 @@ class _LayerProfile(BaseModel):
     layer_bytes: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
     """Or 0 if an earlier version measured it, which a load repeats."""
     mtp_speedup: Annotated[float, Field(ge=0, le=MAX_SPEEDUP)] = 0.0
-    corrected: Annotated[object, Field(exclude=True, repr=False)] = None
-    """A field of earlier versions, which is ignored."""
 
     def seconds(self, layers: int, *, tail: bool) -> float:
         """A plain step of so many layers."""

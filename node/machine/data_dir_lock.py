@@ -165,9 +165,8 @@ def _read_holder(descriptor: int, data_dir: Path) -> Running | None:
             "http_port": int(port),
             "started": int() | float() as started,
             "version": str(version),
-            **others,
+            "models_dirs": folders,
         } if writer == pid:
-            folders = others.get("models_dirs", ())  # none in the record of an older node
             return Running(pid, host, port, started, version, tuple(map(str, folders)))
         case _:
             return Running(pid)

@@ -38,13 +38,6 @@ def source_of(field: str) -> Source:
     return _OTHERS.get(field) or Source(f"EXO_{field.upper()}", flag)
 
 
-RENAMED: Final[Mapping[str, str]] = {
-    "EXO_PREFIX_CACHE_DISK": "set EXO_PREFIX_DISK_GB to a number of GB instead, 0 for none",
-    "EXO_OPEN": "start the nodes with one key in EXO_CLUSTER_KEY instead",
-}
-"""Variables of earlier versions, each with what to do instead."""
-
-
 @dataclass(frozen=True, slots=True)
 class Inputs:
     """The values from flags and variables by field, and for each its flag or variable."""

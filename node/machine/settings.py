@@ -15,7 +15,7 @@ import platformdirs
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
 from ...placement.errors import InvalidSettings
-from .setting_sources import RENAMED, Inputs, Source, collect, default_data_dir, source_of
+from .setting_sources import Inputs, Source, collect, default_data_dir, source_of
 from .setting_sources import environment as environment
 from .setting_sources import forget_variables_of_libraries as forget_variables_of_libraries
 from .setting_values import (
@@ -194,9 +194,6 @@ def unknown_variables(environ: Mapping[str, str], forgotten: Iterable[str] = ())
     sentences = [f"{name} has no effect on exo-node" for name in forgotten]
     for variable in sorted(environ):
         if variable.startswith("EXO_") and variable not in variables:
-            if variable in RENAMED:
-                sentences.append(f"{variable} has no effect any more: {RENAMED[variable]}")
-                continue
             near = get_close_matches(variable, variables, n=1, cutoff=0.75)
             hint = f"; did you mean {near[0]}?" if near else ""
             sentences.append(f"{variable} is no setting of exo-node and has no effect{hint}")

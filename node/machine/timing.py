@@ -33,11 +33,9 @@ class Timing:
     stall_s: float = 30.0
     """A transfer or a lost answer that makes no progress for this long is given up."""
     drain_s: float = 30.0
-    """A stopping node waits this long for an answer without progress, and a placement that is
-    replaced for its answers to end."""
+    """How long a stopping node waits for an answer without progress, and a replaced placement."""
     restart_drain_s: float = 300.0
-    """The limit on a drain before a restart with another cluster key: a lost machine's key is good
-    until then."""
+    """The limit on a drain before a rekey's restart: a lost machine's key is good until then."""
     retry_s: float = 1.0
     """The first backoff after a failure; each further one is twice as long."""
     max_retry_s: float = 10.0
@@ -90,8 +88,10 @@ class Timing:
     lease_s = dead_after_s
     """A head that was stopped for longer counts as dead, and may have a successor."""
 
-    waking_s = suspect_after_s
-    """A node that was stopped first listens until every live node's heartbeat is due."""
+    @property
+    def waking_s(self) -> float:
+        """A node that was stopped first listens until every live node's heartbeat is due."""
+        return 1.5 * self.heartbeat_s
 
     @property
     def patience_s(self) -> float:
@@ -150,8 +150,7 @@ class Timing:
         return 2 * self.tick_s
 
     ping_s = stagger_s
-    """A stage's ping: half a heartbeat longer than a pause that a node survives. A stage that
-    is wrongly declared lost reads its prompts again."""
+    """Longer than a pause that a node survives: a stage declared lost reads its prompts again."""
 
     @property
     def rescan_s(self) -> float:
@@ -188,12 +187,10 @@ class Timing:
     """Several answers share a replica for that long before another one is loaded for them."""
 
     move_gain_s = quiet_s
-    """A conversation gains two ticks if it leaves the replica that has most of it: it does not
-    wander for the sake of estimates."""
+    """A conversation leaves the replica that has most of it for no less: times are estimates."""
 
     refill_every_s = silence_s
-    """Until another load of a missing replica, or on a node that did not answer: the node is
-    dead or has answered by then."""
+    """Until another load of a missing replica: a node that did not answer is dead by then."""
 
     @property
     def settle_after_s(self) -> float:

@@ -32,7 +32,6 @@ from exo_node.node.cli.main import COMMANDS, app, load_command
 from exo_node.node.join.joining import Joining
 from exo_node.node.join.operations import JoinOperations
 from exo_node.node.machine.events import EventLog
-from exo_node.node.machine.setting_sources import RENAMED
 from exo_node.node.machine.settings import SOURCES
 from exo_node.node.machine.timing import LOCAL
 from exo_node.node.trust.local_token import LocalToken
@@ -249,7 +248,7 @@ def test_settings_list_every_flag_and_variable() -> None:
 def test_every_variable_that_a_document_names_is_read() -> None:
     sources = SOURCES.values()
     named = {name for d in DOCUMENTS for name in re.findall(r"\bEXO_[A-Z_]*[A-Z]", text_of(d))}
-    assert sorted(named - {source.variable for source in sources} - RENAMED.keys()) == []
+    assert sorted(named - {source.variable for source in sources}) == []
 
 
 def test_the_api_page_lists_every_endpoint() -> None:

@@ -133,18 +133,6 @@ def test_nonsense_and_strangers_correct_nothing(tmp_path: Path) -> None:
         assert opened(tmp_path).times() == profiles.times(), "the file is one that is read"
 
 
-def test_a_full_disk_loses_only_the_file(tmp_path: Path) -> None:
-    folder = tmp_path / "profiles"
-    profiles = opened(folder, times())
-    for file in folder.iterdir():
-        file.unlink()
-    folder.rmdir()
-    _ = folder.write_text("no folder can be made here")
-    for _ in range(2):
-        profiles.correct(spec(), 3 * TRUE)
-    assert abs(step_s(profiles) / (3 * TRUE) - 1) <= NOISE
-
-
 def test_what_drafts_gain_is_kept_and_changes_beyond_the_noise(tmp_path: Path) -> None:
     profiles = opened(tmp_path, times())
     gains = list[float]()

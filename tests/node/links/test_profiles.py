@@ -1,6 +1,5 @@
 """Stored layer times: their conditions, restarts, and damaged files."""
 
-import json
 import logging
 import os
 from pathlib import Path
@@ -155,16 +154,3 @@ def test_a_folder_that_cannot_be_written_costs_the_file_only(
     profiles.store("f1", times())
     assert profiles.times() == [times()]
     assert "could not be saved" in caplog.text
-
-
-def test_a_file_with_corrections_of_earlier_versions_is_read_without_them(tmp_path: Path) -> None:
-    open_profiles(tmp_path).store("f1", times())
-    [file] = tmp_path.iterdir()
-    content = file.read_bytes()
-    means = [{"rows": 1, "seconds": 3e-3, "count": 45, "at": 1.7e9}]
-    _ = file.write_text(json.dumps(json.loads(content) | {"corrected": means}))
-    profiles = open_profiles(tmp_path)
-    assert profiles.times() == [times()]
-    assert not profiles.missing("f1", "float32", generator=True)
-    profiles.store("f1", times())
-    assert file.read_bytes() == content

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Mapping
 
 import psutil
 import pytest
@@ -122,6 +123,22 @@ def test_this_machine_is_described() -> None:
     assert hardware.bandwidth > 0
 
 
+def stand_in(
+    monkeypatch: pytest.MonkeyPatch, answers: Mapping[str | None, bytes | Exception]
+) -> None:
+    """An nvidia-smi, by the GPU that it is asked for."""
+
+    def run(command: tuple[str, ...], **options: object) -> subprocess.CompletedProcess[bytes]:
+        requested = next((each[5:] for each in command if each.startswith("--id=")), None)
+        answer = answers.get(requested, subprocess.CalledProcessError(6, command))
+        if isinstance(answer, Exception):
+            raise answer
+        return subprocess.CompletedProcess(command, 0, answer, b"")
+
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr(subprocess, "run", run)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="CUDA is for Linux")
 @pytest.mark.parametrize(
     ("answer", "backend", "chip", "total"),
@@ -140,13 +157,7 @@ def test_a_cuda_node_is_its_first_gpu_and_without_one_a_cpu_node(
     chip: str | None,
     total: int | None,
 ) -> None:
-    def run(command: tuple[str, ...], **options: object) -> subprocess.CompletedProcess[bytes]:
-        if isinstance(answer, Exception):
-            raise answer
-        return subprocess.CompletedProcess(command, 0, answer, b"")
-
-    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
-    monkeypatch.setattr(subprocess, "run", run)
+    stand_in(monkeypatch, {None: answer})
     hardware = detect_hardware({"mlx-cuda-13"})
     assert hardware.backend == backend
     assert chip is None or hardware.chip == chip
@@ -171,17 +182,10 @@ def test_the_gpu_that_is_described_is_the_first_that_cuda_shows(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, chip: str | None, others: int
 ) -> None:
     """Two nodes with a GPU each on one host both described the first one."""
-    answers = {None: b"first, 10, 9\nsecond, 20, 19\n", "1": b"second, 20, 19\n"}
-    answers["GPU-2"] = answers["1"]
+    second = b"second, 20, 19\n"
+    answers = {None: b"first, 10, 9\n" + second, "1": second, "GPU-2": second}
 
-    def run(command: tuple[str, ...], **options: object) -> subprocess.CompletedProcess[bytes]:
-        requested = next((each[5:] for each in command if each.startswith("--id=")), None)
-        if requested not in answers:
-            raise subprocess.CalledProcessError(6, command)
-        return subprocess.CompletedProcess(command, 0, answers[requested], b"")
-
-    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
-    monkeypatch.setattr(subprocess, "run", run)
+    stand_in(monkeypatch, answers)
     hardware = detect_hardware({"mlx-cuda-13"}, visible_gpus=visible)
     assert hardware.backend == ("cpu" if chip is None else "cuda")
     assert hardware.other_gpus == others

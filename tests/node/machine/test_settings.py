@@ -289,13 +289,6 @@ def test_variables_of_libraries_that_could_only_do_harm_are_forgotten_and_named(
     assert "sec-ret" not in " ".join(sentences)
 
 
-def test_a_variable_of_an_earlier_version_is_named_with_the_one_that_replaces_it() -> None:
-    (sentence,) = unknown_variables({"EXO_PREFIX_CACHE_DISK": "4GB"})
-    assert "EXO_PREFIX_CACHE_DISK has no effect" in sentence and "EXO_PREFIX_DISK_GB" in sentence
-    (sentence,) = unknown_variables({"EXO_OPEN": "lab"})
-    assert "EXO_OPEN has no effect" in sentence and "EXO_CLUSTER_KEY" in sentence
-
-
 @pytest.mark.parametrize(
     ("flags", "environ", "port"),
     [
