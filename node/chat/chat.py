@@ -26,7 +26,6 @@ from .replica_prefixes import replica_prefixes
 from .requests import (
     AnswerProgress,
     CallPart,
-    Embedded,
     Encoded,
     Event,
     Finished,
@@ -35,7 +34,6 @@ from .requests import (
     ReasoningDelta,
     Started,
     TextDelta,
-    TokenLogprob,
 )
 from .resuming import AnswerLog
 from .runners import Runners
@@ -310,7 +308,7 @@ def _events(event: pb.GenerateEvent, placed: pb.Placed, answer: AnswerLog) -> It
                 yield Started(answer.prompt_ids, tuple(event.started.notes))
         case "prefill":
             if scores := answer.new_prompt_logprobs(event.prefill.logprobs):
-                yield PromptLogprobs(tuple(_logprob(one) for one in scores))
+                yield PromptLogprobs(tuple(scores))
             yield AnswerProgress(f"prefill {event.prefill.done}/{event.prefill.total}")
         case "rebuilt":
             yield _resuming(f"{event.rebuilt.done}/{event.rebuilt.total}")
@@ -318,8 +316,7 @@ def _events(event: pb.GenerateEvent, placed: pb.Placed, answer: AnswerLog) -> It
             yield _delta(event.delta)
             yield from _pieces(event.delta.pieces)
         case "embedded":
-            one = event.embedded
-            yield Embedded(one.index, one.vector, one.tokens)
+            yield event.embedded
         case "finished":
             if event.finished.text:
                 yield TextDelta(event.finished.text, ())
@@ -330,9 +327,8 @@ def _events(event: pb.GenerateEvent, placed: pb.Placed, answer: AnswerLog) -> It
 
 
 def _delta(delta: pb.Delta) -> TextDelta:
-    logprobs = tuple(_logprob(one) for one in delta.logprobs)
     tokens, accepted = tuple(delta.round.tokens), delta.round.accepted
-    return TextDelta(delta.text, tokens, logprobs, accepted)
+    return TextDelta(delta.text, tokens, tuple(delta.logprobs), accepted)
 
 
 def _pieces(pieces: Iterable[pb.Piece]) -> Iterator[Event]:
@@ -343,20 +339,11 @@ def _pieces(pieces: Iterable[pb.Piece]) -> Iterator[Event]:
             case "reasoning":
                 yield ReasoningDelta(piece.reasoning)
             case "call":
-                yield CallPart(piece.call.name, piece.call.arguments, ends=True)
+                yield CallPart(name=piece.call.name, arguments=piece.call.arguments, ends=True)
             case "call_part":
-                part = piece.call_part
-                yield CallPart(part.name, part.arguments, part.ends, part.is_cut)
+                yield piece.call_part
             case None:
                 raise PeerLost("the generator sent a piece of a kind this node does not know")
-
-
-def _logprob(one: pb.TokenLogprob) -> TokenLogprob:
-    return TokenLogprob(one.id, one.bytes, one.logprob, tuple(_likely(each) for each in one.top))
-
-
-def _likely(one: pb.TokenLogprob) -> TokenLogprob:
-    return TokenLogprob(one.id, one.bytes, one.logprob)
 
 
 def _finished(finished: pb.Finished, placed: pb.Placed, answer: AnswerLog) -> Finished:

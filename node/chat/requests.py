@@ -118,26 +118,18 @@ class Started:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """A token under the model's distribution, before temperature and filters.
-
-    `raw`: the bytes of the token alone, sometimes part of a character; empty for a control token.
-    `logprob` is natural. `top`: the most likely tokens at that position, best first, without a
-    `top` of their own.
-    """
-
-    id: int
-    raw: bytes
-    logprob: float
-    top: tuple["TokenLogprob", ...] = ()
+TokenLogprob = pb.TokenLogprob
+"""A token under the model's distribution, before temperature and filters."""
+CallPart = pb.CallPart
+"""A call of one of the request's tools; for requests with `call_parts`, perhaps a part of it."""
+Embedded = pb.Embedded
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
     """The next tokens of a prompt, with the log-probability of each behind those before it.
 
-    The prompt's first token has none: its `logprob` is 0. `raw` of control tokens is their name.
+    The prompt's first token has none: its `logprob` is 0. `bytes` of control tokens are their name.
     """
 
     logprobs: tuple[TokenLogprob, ...]
@@ -163,29 +155,6 @@ class ReasoningDelta:
     """New text of the model's reasoning, which is not part of the answer's text."""
 
     text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallPart:
-    """A call of one of the request's tools; for requests with `call_parts`, perhaps a part of it.
-
-    Only the first part has a `name`; the last one `ends` the call. All `arguments` together are the
-    text of a JSON object, except of a call that `is_cut`: the answer ended within it.
-    """
-
-    name: str
-    arguments: str
-    ends: bool = False
-    is_cut: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Embedded:
-    """The embedding of one input: float32, little-endian, of length 1."""
-
-    index: int
-    vector: bytes
-    tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,7 +188,7 @@ def test_a_hostile_answer_and_hostile_names_stay_text(
 
 
 def logprobs(*texts: str) -> tuple[TokenLogprob, ...]:
-    return tuple(TokenLogprob(7, text.encode(), -0.1) for text in texts)
+    return tuple(TokenLogprob(id=7, bytes=text.encode(), logprob=-0.1) for text in texts)
 
 
 @pytest.mark.smoke
@@ -200,7 +200,7 @@ def test_an_answer_shows_its_thinking_its_calls_and_where_its_tokens_come_from(
         Started((1,)),
         ReasoningDelta("First I think."),
         TextDelta("one two three", (1, 2, 3), logprobs("one", " two", " three"), 2),
-        CallPart("look_up", '{"city": "Bern"}', ends=True),
+        CallPart(name="look_up", arguments='{"city": "Bern"}', ends=True),
         Finished("stop", 3, 3, 2, 1, STATS),
     )
     page = view.go()
@@ -296,7 +296,7 @@ def test_a_tools_result_is_sent_and_answered(view: Visit, node: Node) -> None:
     node.chat.scripts["demo"] = says(
         Started((1,)),
         ReasoningDelta("Bern."),
-        CallPart("look_up", '{"city": "Bern"}', ends=True),
+        CallPart(name="look_up", arguments='{"city": "Bern"}', ends=True),
         FINISHED,
     )
     page = view.go()

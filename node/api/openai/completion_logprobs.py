@@ -47,7 +47,7 @@ class CompletionLogprobs:
     ) -> Iterator[int]:
         for entry in entries:
             yield self._characters
-            self._characters += length(entry.raw)
+            self._characters += length(entry.bytes)
 
     def _length_in_prompt(self, raw: bytes) -> int:
         """Characters that a token takes of the prompt's text. 0 for one that the text lacks, such
@@ -79,12 +79,12 @@ def _lists(
 def token_name(entry: TokenLogprob) -> str:
     """A token's text; OpenAI's `bytes:` form for a part of a character, and the id of a token that
     has no text, so that different tokens have different names."""
-    if not entry.raw:
+    if not entry.bytes:
         return f"token_id:{entry.id}"
     try:
-        return entry.raw.decode()
+        return entry.bytes.decode()
     except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry.raw)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry.bytes)
 
 
 def _length(raw: bytes) -> int:

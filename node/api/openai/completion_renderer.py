@@ -98,7 +98,7 @@ class CompletionRenderer:
         """The next part of a prompt in ids."""
         if not self._echoes_ids:
             return ""
-        return self._decoder.decode(b"".join(entry.raw for entry in prompt))
+        return self._decoder.decode(b"".join(entry.bytes for entry in prompt))
 
     def _prompt_scores(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not self._with_prompt_logprobs or self._logprobs is None:

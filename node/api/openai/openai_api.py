@@ -182,7 +182,7 @@ def _logprobs(entries: Iterable[TokenLogprob]) -> dict[str, Any]:
 
 def _token(one: TokenLogprob) -> dict[str, Any]:
     return {
-        "token": one.raw.decode(errors="replace"),
+        "token": one.bytes.decode(errors="replace"),
         "logprob": finite(one.logprob),
-        "bytes": list(one.raw) or None,
+        "bytes": list(one.bytes) or None,
     }

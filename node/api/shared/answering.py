@@ -174,8 +174,8 @@ def _add(answer: WholeAnswer, event: Event) -> None:
             answer.thoughts.append(text)
         case CallPart():
             answer.calls.append(event)
-        case Embedded(index, vector):
-            answer.vectors[index] = vector
+        case Embedded():
+            answer.vectors[event.index] = event.vector
         case _:
             pass
 

@@ -21,36 +21,36 @@ from exo_node.node.chat.requests import (
 PIECES = ('{"path": "a.py", "content": "', "print(\\n", "é", '"', "}")
 WHOLE = {"path": "a.py", "content": "print(\né"}
 PARTS: tuple[Event, ...] = (
-    CallPart("write", PIECES[0]),
+    CallPart(name="write", arguments=PIECES[0]),
     TextDelta("", (11,)),
-    *(CallPart("", piece) for piece in PIECES[1:-1]),
-    CallPart("", PIECES[-1], ends=True),
+    *(CallPart(name="", arguments=piece) for piece in PIECES[1:-1]),
+    CallPart(name="", arguments=PIECES[-1], ends=True),
 )
 ANSWER: tuple[Event, ...] = (
     Started((7, 8, 9)),
     ReasoningDelta("hm"),
     TextDelta("I write.", (10,)),
     *PARTS,
-    CallPart("look", "{}", ends=True),
+    CallPart(name="look", arguments="{}", ends=True),
     *PARTS,
     TextDelta("Done.", (12,)),
     FINISHED,
 )
 CUT: tuple[Event, ...] = (
     Started((7,)),
-    CallPart("write", PIECES[0]),
-    CallPart("", "rm -rf /"),
-    CallPart("", "", ends=True, is_cut=True),
+    CallPart(name="write", arguments=PIECES[0]),
+    CallPart(name="", arguments="rm -rf /"),
+    CallPart(name="", arguments="", ends=True, is_cut=True),
 )
 LENGTH = Finished("length", 3, 3, 2, 1, FINISHED.stats)
 PATCH: tuple[Event, ...] = (
     Started((7,)),
-    CallPart("apply_patch", '{"inp'),
-    CallPart("", 'ut": "*** Beg'),
-    CallPart("", "in\\n+\\"),
-    CallPart("", '"é'),
-    CallPart("", '"'),
-    CallPart("", "}", ends=True),
+    CallPart(name="apply_patch", arguments='{"inp'),
+    CallPart(name="", arguments='ut": "*** Beg'),
+    CallPart(name="", arguments="in\\n+\\"),
+    CallPart(name="", arguments='"é'),
+    CallPart(name="", arguments='"'),
+    CallPart(name="", arguments="}", ends=True),
     FINISHED,
 )
 

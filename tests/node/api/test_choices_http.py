@@ -46,7 +46,11 @@ def answers() -> Script:
                 AnswerProgress("prefill 3/3"),
                 Started((7, 8, 9)),
                 *(
-                    TextDelta(f"{number}", (10 + number,), (TokenLogprob(10, b"x", -0.5),))
+                    TextDelta(
+                        f"{number}",
+                        (10 + number,),
+                        (TokenLogprob(id=10, bytes=b"x", logprob=-0.5),),
+                    )
                     for _ in range(1 + number)
                 ),
                 replace(FINISHED, completion_tokens=1 + number, cached_tokens=3 - number),
@@ -128,7 +132,7 @@ async def test_the_asynchronous_client_reads_choices(node: Node) -> None:
 
 
 def test_calls_of_each_choice_have_ids_of_their_own(node: Node, openai: Any) -> None:
-    call = CallPart("f", "{}", ends=True)
+    call = CallPart(name="f", arguments="{}", ends=True)
     node.chat.scripts["demo"] = says(Started((1,)), call, call, FINISHED)
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     fields: dict[str, Any] = {"model": "demo", "messages": ASK, "n": 8, "tools": tools}

@@ -26,8 +26,8 @@ THOUGHT: tuple[Event, ...] = (
     ReasoningDelta("hm"),
     TextDelta("I ", (11,)),
     TextDelta("look.", ()),
-    CallPart("weather", '{"city": "Ulm"}', ends=True),
-    CallPart("weather", '{"city": "Bonn"}', ends=True),
+    CallPart(name="weather", arguments='{"city": "Ulm"}', ends=True),
+    CallPart(name="weather", arguments='{"city": "Bonn"}', ends=True),
     FINISHED,
 )
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -267,7 +267,7 @@ CODEX: dict[str, Any] = {
 
 
 def test_a_request_in_the_shape_of_codexs_is_served(node: Node) -> None:
-    patch = CallPart("apply_patch", '{"input": "*** Begin Patch"}', ends=True)
+    patch = CallPart(name="apply_patch", arguments='{"input": "*** Begin Patch"}', ends=True)
     node.chat.scripts["demo"] = says(Started((7,)), patch, FINISHED)
     reply = node.ask("POST", "/v1/responses", CODEX)
     assert reply.status == 200

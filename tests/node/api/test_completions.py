@@ -24,8 +24,11 @@ from exo_node.proto import peer_pb2 as pb
 
 def scored(id: int, raw: bytes, logprob: float = -1.0) -> TokenLogprob:
     """A token with two likely ones, itself not among them."""
-    top = (TokenLogprob(1, b"the", -0.5), TokenLogprob(2, "é".encode()[:1], float("-inf")))
-    return TokenLogprob(id, raw, logprob, top)
+    top = (
+        TokenLogprob(id=1, bytes=b"the", logprob=-0.5),
+        TokenLogprob(id=2, bytes="é".encode()[:1], logprob=float("-inf")),
+    )
+    return TokenLogprob(id=id, bytes=raw, logprob=logprob, top=top)
 
 
 PROMPT = [scored(5, b"<s>", 0.0), scored(6, b"Hel", -2.0), scored(7, b"lo", -3.0)]
@@ -346,7 +349,9 @@ def test_ollamas_gap_has_no_images(node: Node) -> None:
 def test_offsets_are_the_characters_in_front_of_a_token(
     prompt: str | None, tokens: list[bytes], offsets: list[int]
 ) -> None:
-    entries = [TokenLogprob(number, raw, -1.0) for number, raw in enumerate(tokens)]
+    entries = [
+        TokenLogprob(id=number, bytes=raw, logprob=-1.0) for number, raw in enumerate(tokens)
+    ]
     lists = CompletionLogprobs(prompt).of_prompt(entries)
     assert [*lists["text_offset"]] == offsets
 
@@ -354,7 +359,10 @@ def test_offsets_are_the_characters_in_front_of_a_token(
 def test_different_tokens_have_different_names() -> None:
     euro = "€".encode()
     raws = (b"", b"", euro, euro[:1], euro[:2], b"bytes", b"\xff")
-    names = [token_name(TokenLogprob(number, raw, -1.0)) for number, raw in enumerate(raws)]
+    names = [
+        token_name(TokenLogprob(id=number, bytes=raw, logprob=-1.0))
+        for number, raw in enumerate(raws)
+    ]
     assert len(set(names)) == len(raws) and names[3] == "bytes:\\xe2"
 
 

@@ -45,11 +45,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def node(running: Node) -> Node:
     running.chat.reset()
     # As they were computed: in no order.
-    found = (Embedded(index, PACKED[index], 5) for index in (2, 0, 1))
+    found = (Embedded(index=index, vector=PACKED[index], tokens=5) for index in (2, 0, 1))
     running.chat.scripts["demo"] = says(Started(()), *found, FINISHED)
-    running.chat.scripts["one"] = says(Started(()), Embedded(0, PACKED[0], 5), FINISHED)
+    running.chat.scripts["one"] = says(
+        Started(()), Embedded(index=0, vector=PACKED[0], tokens=5), FINISHED
+    )
     running.chat.scripts["cuts"] = says(
-        Started((), ("input beyond the end of the context",)), Embedded(0, PACKED[0], 5), FINISHED
+        Started((), ("input beyond the end of the context",)),
+        Embedded(index=0, vector=PACKED[0], tokens=5),
+        FINISHED,
     )
     running.chat.scripts["breaks"] = says(Started(()), then=PeerLost("a node is gone"))
     return running

@@ -29,7 +29,7 @@ from exo_node.placement.errors import PeerLost
 
 IDLE_LIMIT_S = 8.0
 """A client's, as one sets Codex's `stream_idle_timeout_ms`."""
-CALL = CallPart("weather", '{"city": "Ulm"}', ends=True)
+CALL = CallPart(name="weather", arguments='{"city": "Ulm"}', ends=True)
 WRITING = 120
 """Half seconds."""
 EVERYWHERE: tuple[Event, ...] = (

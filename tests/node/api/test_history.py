@@ -366,8 +366,8 @@ CUT: tuple[Event, ...] = (
     Started((7, 8, 9)),
     ReasoningDelta("fig"),
     TextDelta("grape", (10,)),
-    CallPart("edit", '{"path": "apple"}', ends=True),
-    CallPart("look", '{"at": "haz', ends=True, is_cut=True),
+    CallPart(name="edit", arguments='{"path": "apple"}', ends=True),
+    CallPart(name="look", arguments='{"at": "haz', ends=True, is_cut=True),
     replace(FINISHED, reason="length"),
 )
 ANSWERS: dict[str, tuple[Event, ...]] = {

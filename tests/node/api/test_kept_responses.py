@@ -15,7 +15,7 @@ from exo_node.node.chat.requests import CallPart, ReasoningDelta, Started, TextD
 PATH = "/v1/responses"
 BODY: dict[str, Any] = {"model": "demo", "input": "hi"}
 TOOLS: Any = [{"type": "function", "name": "look", "parameters": {"type": "object"}}]
-CALL = CallPart("look", '{"at": "a"}', ends=True)
+CALL = CallPart(name="look", arguments='{"at": "a"}', ends=True)
 EVENTS = (Started((1,)), ReasoningDelta("hm"), TextDelta("I look.", (2,)), CALL, FINISHED)
 
 

@@ -31,10 +31,17 @@ from exo_node.node.chat.requests import (
 from exo_node.placement.ids import RequestId
 
 TOKENS = 600
-TOP = tuple(TokenLogprob(number, b"token%d" % number, -1.5) for number in range(20))
-ENTRIES = tuple(TokenLogprob(number, b"word", -0.5, TOP) for number in range(TOKENS))
+TOP = tuple(
+    TokenLogprob(id=number, bytes=b"token%d" % number, logprob=-1.5) for number in range(20)
+)
+ENTRIES = tuple(
+    TokenLogprob(id=number, bytes=b"word", logprob=-0.5, top=TOP) for number in range(TOKENS)
+)
 ARGUMENTS = json.dumps({"rows": [{"x": n, "y": "text"} for n in range(40_000)]})
-CALL_OR_TEXT = (CallPart("f", ARGUMENTS, ends=True), TextDelta("text " * 200_000, (1,)))
+CALL_OR_TEXT = (
+    CallPart(name="f", arguments=ARGUMENTS, ends=True),
+    TextDelta("text " * 200_000, (1,)),
+)
 GAP_S = 0.25
 """CPU seconds of the loop's thread in one of its steps. One step took up to 1.5 s."""
 FUNCTION = {"name": "f", "parameters": {"type": "object"}}

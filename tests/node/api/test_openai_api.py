@@ -124,8 +124,8 @@ THOUGHT = (
     ReasoningDelta("hm"),
     ReasoningDelta("m"),
     TextDelta("I look.", (11,)),
-    CallPart("weather", '{"city": "Ulm"}', ends=True),
-    CallPart("weather", '{"city": "Bonn"}', ends=True),
+    CallPart(name="weather", arguments='{"city": "Ulm"}', ends=True),
+    CallPart(name="weather", arguments='{"city": "Bonn"}', ends=True),
     FINISHED,
 )
 
@@ -145,11 +145,15 @@ def test_reasoning_and_calls_stand_apart_from_the_content(node: Node) -> None:
 
 
 def test_an_answer_of_calls_alone_has_no_content(node: Node) -> None:
-    node.chat.scripts["demo"] = says(Started((7,)), CallPart("f", "{}", ends=True), FINISHED)
+    node.chat.scripts["demo"] = says(
+        Started((7,)), CallPart(name="f", arguments="{}", ends=True), FINISHED
+    )
     (choice,) = node.chat_reply().json["choices"]
     assert choice["message"]["content"] is None
     node.chat.scripts["demo"] = says(
-        Started((7,)), CallPart("f", "{}", ends=True), replace(FINISHED, reason="length")
+        Started((7,)),
+        CallPart(name="f", arguments="{}", ends=True),
+        replace(FINISHED, reason="length"),
     )
     assert node.chat_reply().json["choices"][0]["finish_reason"] == "length"
 
@@ -215,10 +219,28 @@ SPOKEN = (
     TextDelta(
         "h",
         (10,),
-        (TokenLogprob(10, b"h\xc3", -0.5, (TokenLogprob(10, b"h\xc3", -0.5),)),),
+        (
+            TokenLogprob(
+                id=10,
+                bytes=b"h\xc3",
+                logprob=-0.5,
+                top=(TokenLogprob(id=10, bytes=b"h\xc3", logprob=-0.5),),
+            ),
+        ),
     ),
-    TextDelta("", (11,), (TokenLogprob(11, b"\xa9", -math.inf),)),
-    TextDelta("", (12,), (TokenLogprob(12, b"", -0.25, (TokenLogprob(13, b"!", -0.1),)),)),
+    TextDelta("", (11,), (TokenLogprob(id=11, bytes=b"\xa9", logprob=-math.inf),)),
+    TextDelta(
+        "",
+        (12,),
+        (
+            TokenLogprob(
+                id=12,
+                bytes=b"",
+                logprob=-0.25,
+                top=(TokenLogprob(id=13, bytes=b"!", logprob=-0.1),),
+            ),
+        ),
+    ),
     TextDelta("é", ()),
     FINISHED,
 )
@@ -251,7 +273,7 @@ def test_logprobs_have_an_entry_for_each_token_of_the_answer(node: Node) -> None
 
 @pytest.mark.parametrize("logprob", [math.nan, -math.inf])
 def test_no_logprob_that_json_cannot_say_reaches_a_client(node: Node, logprob: float) -> None:
-    spoken = TextDelta("h", (10,), (TokenLogprob(10, b"h", logprob),))
+    spoken = TextDelta("h", (10,), (TokenLogprob(id=10, bytes=b"h", logprob=logprob),))
     node.chat.scripts["demo"] = says(Started((7,)), spoken, FINISHED)
     reply = node.chat_reply(logprobs=True)
     (entry,) = reply.json["choices"][0]["logprobs"]["content"]

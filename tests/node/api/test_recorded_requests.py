@@ -146,7 +146,7 @@ def test_the_result_of_a_call_comes_back_to_the_model(node: Node, body: dict[str
     node.chat.scripts["demo"] = says(
         Started((1,)),
         TextDelta("", (2,)),
-        CallPart("read", '{"filePath":"b.py"}', ends=True),
+        CallPart(name="read", arguments='{"filePath":"b.py"}', ends=True),
         FINISHED,
     )
     reply = node.ask("POST", "/v1/chat/completions", {**body, "stream": False}, HEADERS)

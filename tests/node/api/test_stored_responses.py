@@ -54,7 +54,7 @@ def test_a_response_that_must_not_be_stored_is_not(openai: Any) -> None:
     assert "or on another node" in caught.value.message
 
 
-CALL = CallPart("look", '{"at": "a"}', ends=True)
+CALL = CallPart(name="look", arguments='{"at": "a"}', ends=True)
 TOOLS: Any = [{"type": "function", "name": "look", "parameters": {"type": "object"}}]
 
 
@@ -127,9 +127,11 @@ def test_a_response_in_progress_cannot_be_continued(node: Node, openai: Any) -> 
 
 
 def test_a_call_that_was_cut_is_not_continued(node: Node, openai: Any) -> None:
-    cut = CallPart("", "", ends=True, is_cut=True)
+    cut = CallPart(name="", arguments="", ends=True, is_cut=True)
     length = Finished("length", 3, 3, 2, 1, FINISHED.stats)
-    node.chat.scripts["demo"] = says(Started((1,)), CallPart("look", '{"a'), cut, length)
+    node.chat.scripts["demo"] = says(
+        Started((1,)), CallPart(name="look", arguments='{"a'), cut, length
+    )
     first = openai.responses.create(**FIELDS, input="one", tools=TOOLS)
     assert (first.status, first.output[-1].type) == ("incomplete", "function_call")
     _ = openai.responses.create(model="demo", input="two", previous_response_id=first.id)

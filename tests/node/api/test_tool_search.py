@@ -158,7 +158,9 @@ def respond(node: Node, tools: list[dict[str, Any]], input: Any = "hi", **fields
 def calls(node: Node, name: str, arguments: str = '{"path": "a"}') -> None:
     """Lets the next answer be a call of that function."""
     node.chat.scripts["demo"] = says(
-        Started((1,)), CallPart(name, arguments, ends=True), replace(FINISHED, reason="stop")
+        Started((1,)),
+        CallPart(name=name, arguments=arguments, ends=True),
+        replace(FINISHED, reason="stop"),
     )
 
 

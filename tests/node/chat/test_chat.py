@@ -74,8 +74,8 @@ def test_logprobs_of_the_wire_reach_the_delta_that_has_their_ids() -> None:
         ENDED,
     )
     assert wire.output.HasField("top_logprobs") and wire.output.top_logprobs == 2
-    top = (TokenLogprob(5, b"a", -0.5), TokenLogprob(6, b"", -2))
-    assert TextDelta("", (6,), (TokenLogprob(6, b"\xc3", -2, top),)) in events
+    top = (TokenLogprob(id=5, bytes=b"a", logprob=-0.5), TokenLogprob(id=6, bytes=b"", logprob=-2))
+    assert TextDelta("", (6,), (TokenLogprob(id=6, bytes=b"\xc3", logprob=-2, top=top),)) in events
 
 
 def test_the_delta_says_how_many_of_its_ids_were_drafted() -> None:
