@@ -16,10 +16,9 @@ from huggingface_hub import constants
 from ...placement.errors import DownloadFailed, InvalidCheckpoint
 from ...placement.ids import ModelId
 from ...shard.checkpoint.checkpoint import indexed_files, is_weight_file, read_config
-from ...shard.checkpoint.encoders import is_encoder
+from ...shard.checkpoint.embedders import POOLING_FILE, is_encoder
 from ...shard.checkpoint.files import access_fault, write_atomic
 from ...shard.checkpoint.model_classes import has_class
-from ...shard.checkpoint.pooling import POOLING_FILE
 from .identifiers import Commit, FileHash, FilePath, RepositoryName, Revision
 from .model_folder import CONFIG, Place, is_model_file
 from .transfers import RemoteFile

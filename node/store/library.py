@@ -21,9 +21,9 @@ from ...placement.library import CARD_FILE, nearest_ids, not_here, packaged_card
 from ...placement.parse_card import derive_card
 from ...shard.checkpoint.chat_format import capabilities
 from ...shard.checkpoint.checkpoint import Checkpoint, is_weight_file, read_checkpoint, read_config
+from ...shard.checkpoint.embedders import embedder_facts
 from ...shard.checkpoint.generation_config import read_generation_config
 from ...shard.checkpoint.head_tensors import HeadFound, find_head
-from ...shard.checkpoint.pooling import embedder_facts
 from ...shard.checkpoint.vision import may_read_images
 from .gguf_places import by_name, by_path, in_model_folders
 from .hub_cache import HubCache, is_own, offline_by

@@ -13,8 +13,8 @@ from ...placement.ids import ModelId
 from ...placement.library import CARD_FILE
 from ...shard.checkpoint.chat_format import EXTRA_FILES
 from ...shard.checkpoint.checkpoint import HEAD_FILES, is_weight_file
+from ...shard.checkpoint.embedders import POOLING_FILE
 from ...shard.checkpoint.files import write_atomic
-from ...shard.checkpoint.pooling import POOLING_FILE
 
 Stamp = tuple[tuple[str, int, int], ...]
 

@@ -2,17 +2,15 @@
 
 chat_format.py: the abilities of a chat template
 checkpoint.py: a folder as a validated table of tensors
-encoders.py: an encoder's config.json: what is computed, and what is refused
+embedders.py: what an encoder computes, and how an embedder pools
 files.py: small files, replaced whole or not at all; the node's, too
 generation_config.py: the publisher's sampling and end tokens
 gguf_file.py: the header of a GGUF file: its values and tensors
 head_layouts.py: which tensors an MTP head has
 head_shapes.py: the shapes of its parts
 head_tensors.py: where a native MTP head lies in a checkpoint
-headers.py: one safetensors header, checked
+headers.py: one safetensors header, checked; small files, and those that a model need not have
 model_classes.py: the model types that there are classes of
-optional_files.py: files that a model need not have
-pooling.py: how an embedder's publisher makes one embedding of all rows
 prefix_files.py: files of cached prefixes: on disk, their bound, and from another runner
 stage_files.py: which weight files one stage reads
 vision.py: how a model reads images, by its config.json; the extra, and a tower's tensors

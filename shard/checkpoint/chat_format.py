@@ -4,8 +4,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
-from .headers import name_in_model, quote
-from .optional_files import optional_object, optional_text
+from .headers import name_in_model, optional_object, optional_text, quote
 
 if TYPE_CHECKING:
     from ...placement.card import Capability

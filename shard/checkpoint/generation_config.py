@@ -10,8 +10,7 @@ from typing import Final, cast
 
 from ...placement.config import MAX_VOCAB
 from ...placement.sampling_values import API_DEFAULTS, usable_value
-from .headers import name_in_model, quote
-from .optional_files import optional_object
+from .headers import name_in_model, optional_object, quote
 
 FILE: Final = "generation_config.json"
 

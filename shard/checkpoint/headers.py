@@ -1,5 +1,7 @@
 """The header of one safetensors file, checked; raises InvalidCheckpoint naming file and tensor.
 
+Also reads the small files beside it.
+
 Every byte is hostile: `mx.load` multiplies dimensions until they wrap, truncates them to int32 and
 accepts tensors that overlap. So a file is loaded only after its header passed the checks here, all
 of them in Python integers.
@@ -8,6 +10,7 @@ of them in Python integers.
 import codecs
 import json
 import math
+import os
 import re
 import stat
 from collections.abc import Iterable
@@ -231,6 +234,35 @@ def text_of(raw: bytes) -> str:
     UTF-8. Raises UnicodeDecodeError."""
     marked = raw.startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     return raw.decode(json.detect_encoding(raw) if marked else "utf-8")
+
+
+def optional_object(path: Path, notes: list[str]) -> dict[str, object]:
+    """The JSON object in a file that a model need not have; empty without a readable one.
+
+    Appends a sentence to `notes` with the model, the file, the fault and the remedy.
+    """
+    if not os.path.lexists(path):
+        return {}
+    try:
+        return read_object(path)
+    except InvalidCheckpoint as error:
+        notes.append(f"ignored: {error.message}")
+        return {}
+
+
+def optional_text(path: Path, notes: list[str]) -> str:
+    """The text of such a file, its lines ended by "\\n"; empty without a readable one."""
+    if not os.path.lexists(path):
+        return ""
+    try:
+        raw = read_whole(path, MAX_OBJECT_BYTES)
+        try:
+            return text_of(raw).replace("\r\n", "\n").replace("\r", "\n")
+        except UnicodeDecodeError as error:
+            raise fault(path, f"is not UTF-8 ({error.reason})") from error
+    except InvalidCheckpoint as error:
+        notes.append(f"ignored: {error.message}")
+        return ""
 
 
 def is_text_table(value: object) -> bool:

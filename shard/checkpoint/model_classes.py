@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
-from .encoders import is_encoder
+from .embedders import is_encoder
 
 
 def has_class(config: Mapping[str, Any]) -> bool:

@@ -25,24 +25,23 @@ _links: "list[tempfile.TemporaryDirectory[str]]" = []
 """Folders in PATH, removed at the end of the process."""
 
 
-def prepare_fusing() -> str:
-    """Makes `mx.compile` work on a CPU or turns it off; returns the reason if it is off, else "".
+def prepare_fusing() -> None:
+    """Makes `mx.compile` work on a CPU, or turns it off with a warning.
 
     Without it each operation runs by itself, with the same results. Runs on MLX's thread.
     """
     if mx.default_device() != mx.Device(mx.cpu) or not (fault := _fault()):
-        return ""
+        return
     for name in OTHERS:
         if (path := shutil.which(name)) is not None and _works_as_gxx(Path(path)):
             log.info("MLX fuses operations with %s, since it cannot use g++: %s", path, fault)
-            return ""
+            return
     mx.disable_compile()
-    why = (
-        f"MLX cannot compile for this CPU ({fault}), so operations are not fused, which may "
-        "cost some speed; install g++-12 or clang, and load the model again"
+    log.warning(
+        "MLX cannot compile for this CPU (%s), so operations are not fused, which may cost some "
+        "speed; install g++-12 or clang, and load the model again",
+        fault,
     )
-    log.warning("%s", why)
-    return why
 
 
 def _works_as_gxx(compiler: Path) -> bool:

@@ -21,7 +21,7 @@ from ...placement.errors import InvalidCheckpoint, LoadFailed
 from ...placement.kv_bits import source_of
 from ...proto import peer_pb2 as pb
 from ..checkpoint.checkpoint import Checkpoint, read_checkpoint
-from ..checkpoint.encoders import require_positions
+from ..checkpoint.embedders import require_positions
 from ..checkpoint.head_tensors import HeadMissing, find_head
 from ..checkpoint.stage_files import NOT_COPIED, cut, stand_ins
 from ..checkpoint.vision import Vision, vision_of
@@ -80,7 +80,7 @@ def load(spec: pb.StageSpec, report: Report) -> Loaded:
     Raises InvalidCheckpoint, LoadFailed, and InvalidCard if the model's hidden size is unknown.
     """
     _limit_memory(spec.memory_limit_bytes)
-    _ = prepare_fusing()
+    prepare_fusing()
     if not spec.partial:
         return _load(spec, report, Path(spec.path), ())
     with stand_ins(Path(spec.path)) as (view, placeholders):
@@ -116,7 +116,16 @@ def _load(
         first, end = spec.first_layer, spec.end_layer
         require_splittable(checkpoint.config, first, end, spec.profile_folder)
     dtype = DTYPES[spec.dtype]
-    weight_bytes = _read_weights(spec, model, dtype, report)
+    weight_bytes = read_layers(
+        model,
+        spec.first_layer,
+        spec.end_layer,
+        dtype,
+        outer=generator,
+        progress=lambda done, total: report(
+            pb.LoadProgress(step="reading", done=done, total=total)
+        ),
+    )
     kv = KvQuantisation(spec.kv_bits, spec.kv_group_size) if spec.kv_bits else None
     vision = vision_of(checkpoint.config)
     positions = placed_positions(model, vision)
@@ -145,22 +154,6 @@ def _load(
         checkpoint_bytes_read=read,
         fingerprint=checkpoint.fingerprint,
         kernels=kernels,
-    )
-
-
-def _read_weights(spec: pb.StageSpec, model: nn.Module, dtype: mx.Dtype, report: Report) -> int:
-    """The bytes of the stage's weights in memory."""
-
-    def progress(done: int, total: int) -> None:
-        report(pb.LoadProgress(step="reading", done=done, total=total))
-
-    return read_layers(
-        model,
-        spec.first_layer,
-        spec.end_layer,
-        dtype,
-        outer=spec.stage == 0,
-        progress=progress,
     )
 
 

@@ -26,12 +26,10 @@ from ...mtp.seams import FORWARD_FAULTS
 from ...placement.cluster import layer_range
 from ...placement.errors import InvalidCheckpoint, LoadFailed
 from ..checkpoint.checkpoint import Checkpoint, read_config
-from ..checkpoint.encoders import encoder_changes, is_encoder
+from ..checkpoint.embedders import encoder_changes, is_encoder, require_pooling
 from ..checkpoint.head_tensors import HeadFound
-from ..checkpoint.pooling import require_pooling
 from ..checkpoint.vision import ADD_ENCODERS, has_extra
-from .embedder import NO_LM_HEAD, embedder_class
-from .encoder import encoder_classes
+from .embedder import NO_LM_HEAD, encoder_classes, with_backbone_names
 
 MODEL_FAULTS = (
     *FORWARD_FAULTS,
@@ -127,9 +125,12 @@ def _load_backbone(folder: Path, config: Mapping[str, Any], *, embeds: bool) -> 
             return model_class, arguments
         model_class, arguments = _get_classes(config)
         stock.append(model_class)
-        return _without_head(embedder_class(model_class) if embeds else model_class), arguments
+        return _without_head(model_class, embeds=embeds), arguments
 
-    changes = encoder_changes(config) if is_encoder(config) else _config_changes(config)
+    if is_encoder(config):
+        changes = encoder_changes(config)
+    else:  # some text-only exports name the type of a multimodal model
+        changes = {"model_type": mlx_lm_type(config.get("model_type", ""))}
     if embeds:
         changes |= NO_LM_HEAD
     with _weights_folder(folder, config) as view:
@@ -150,10 +151,11 @@ def _weights_folder(folder: Path, config: Mapping[str, Any]) -> Generator[Path]:
         yield view
 
 
-def _without_head(model_class: type[nn.Module]) -> type[nn.Module]:
+def _without_head(model_class: type[nn.Module], *, embeds: bool) -> type[nn.Module]:
     class Backbone(model_class):
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
             backbone = _backbone_only(weights, len(cast(Any, self).layers))
+            backbone = with_backbone_names(backbone) if embeds else backbone
             stock = getattr(super(), "sanitize", None)
             return backbone if stock is None else stock(backbone)
 
@@ -178,13 +180,6 @@ def _backbone_only(weights: dict[str, mx.array], layers: int) -> dict[str, mx.ar
 def parameters_of(module: nn.Module) -> list[mx.array]:
     """The arrays of a module and of all modules in it."""
     return [cast("mx.array", value) for _, value in tree_flatten(module.parameters())]
-
-
-def _config_changes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Changes to config.json: some text-only exports name the type of a multimodal model."""
-    kind = config.get("model_type", "")
-    model_type = mlx_lm_type(kind)
-    return {} if model_type == kind else {"model_type": model_type}
 
 
 def mlx_lm_type(model_type: str) -> str:

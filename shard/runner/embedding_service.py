@@ -23,7 +23,7 @@ from ..model.load import Loaded
 from ..model.stage_limits import StageLimits
 from ..pipeline.frames import REQUEST_NAME
 from ..text.prompt_encoder import PromptEncoder
-from .bare_prompts import encode_bare
+from .encodings import encode_bare
 from .generator_wire import shared_stats, stats_to_wire
 from .refusal import Context, as_public, refuse
 

@@ -1,4 +1,7 @@
-"""The last prompts that were encoded, so that a request which asks twice is encoded once."""
+"""The last prompts that were encoded, so that a request which asks twice is encoded once.
+
+Also texts and ids without a chat template.
+"""
 
 import hashlib
 import time
@@ -6,8 +9,11 @@ from array import array
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from ...placement.errors import PROMPT, InvalidRequest
 from ...proto import peer_pb2 as pb
+from ..model.stage_limits import StageLimits
 from ..text.image_rows import PreparedImage
+from ..text.prompt_encoder import PromptEncoder
 
 MAX_ENCODINGS: Final = 8
 MAX_BYTES: Final = 128 << 20
@@ -77,3 +83,21 @@ class Encodings:
     @property
     def _bytes(self) -> int:
         return sum(encoding.bytes for _, encoding in self._entries.values())
+
+
+async def encode_bare(
+    request: pb.EncodeRequest, prompts: PromptEncoder, limits: StageLimits
+) -> pb.EncodeReply:
+    """The ids of a text, or the text of ids. Raises InvalidRequest."""
+    match request.WhichOneof("what"):
+        case "text":
+            ids = await prompts.encode_text(request.text, limits.context_length)
+            return pb.EncodeReply(ids=ids, context_length=limits.context_length)
+        case "token_ids":
+            if not all(0 <= token < limits.vocabulary for token in request.token_ids.ids):
+                raise InvalidRequest(f"tokens are 0 to {limits.vocabulary - 1}", param=PROMPT)
+            return pb.EncodeReply(text=await prompts.decode(request.token_ids.ids))
+        case "messages":
+            raise InvalidRequest("an embedder has no chats; send a text", param=PROMPT)
+        case None:
+            raise InvalidRequest("there is nothing to encode", param=PROMPT)

@@ -34,8 +34,7 @@ from ..text.prompt_encoder import PromptEncoder
 from ..text.tools.channels import AnswerFormat, ReasoningCount
 from ..text.tools.tool_calls import Call
 from .answer_pieces import AnswerPieces
-from .bare_prompts import encode_bare
-from .encodings import Encoding, Encodings
+from .encodings import Encoding, Encodings, encode_bare
 from .generator_wire import event_to_wire, round_from_wire, sampling_from_wire, shared_stats
 from .prefix_exchange import PrefixFetcher, PrefixSender
 from .refusal import Context, as_public, refuse

@@ -51,12 +51,11 @@ from ..text.orphans import continue_when_orphaned
 from ..text.prompt_encoder import PromptEncoder
 from .embedding_service import serve_embeddings
 from .generator_service import GeneratorService
-from .parent import Parent
 from .persistent_files import prefix_disk_of, profile_of, shared_prefix_key
 from .prefix_exchange import PrefixFetcher, PrefixSender
 from .runner_service import EpochFence, RunnerService
 from .stage_service import NextStage, RingService, StageService
-from .state_report import StateReport, Watched
+from .state_report import Parent, StateReport, Watched
 from .worker_service import WorkerService
 
 log = logging.getLogger(__name__)

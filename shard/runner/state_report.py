@@ -1,7 +1,9 @@
-"""The state that a runner sends to its node, while it loads and while it serves."""
+"""The socket to the node that started this runner, and the state that is sent over it."""
 
 import asyncio
 import logging
+import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -9,13 +11,13 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from ...proto import peer_pb2 as pb
+from ...proto.framing import HEAD_BYTES, body_bytes, framed
 from ..engine.answers.embedding_engine import EmbeddingEngine
 from ..engine.answers.text_engine import TextEngine
 from ..engine.compute import ComputeThread
 from ..engine.prefixes.disk import PrefixDisk
 from ..engine.stage import StageWorker
 from ..model.load import bytes_read
-from .parent import Parent
 from .runner_service import EpochFence
 
 log = logging.getLogger(__name__)
@@ -26,6 +28,39 @@ STATE_EVERY_S = 0.25
 READ_PIECE = 4 << 20
 KEEP_EVERY_S = 30.0
 """Seconds between copies of compiled code: a new kind of request may compile more."""
+
+
+class Parent:
+    """The socket to the node. Messages are protobuf behind a four-byte big-endian length."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._reader = sock.makefile("rb")
+        self._lock = threading.Lock()
+
+    def receive(self) -> pb.ToRunner | None:
+        """The next message; None when the node is gone."""
+        head = self._exactly(HEAD_BYTES)
+        if head is None:
+            return None
+        body = self._exactly(body_bytes(head))
+        return None if body is None else pb.ToRunner.FromString(body)
+
+    def send(self, message: pb.FromRunner) -> None:
+        """Any thread. A node that is gone is noticed by the reader."""
+        data = framed(message.SerializeToString())
+        with self._lock:
+            try:
+                self._sock.sendall(data)
+            except OSError:
+                log.debug("the node is gone")
+
+    def _exactly(self, count: int) -> bytes | None:
+        try:
+            data = self._reader.read(count)
+        except OSError:
+            return None
+        return data if len(data) == count else None
 
 
 class StateReport:

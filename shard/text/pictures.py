@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, cast
 
 from ...placement.errors import InvalidRequest
 from ..checkpoint.headers import fault as file_fault
-from ..checkpoint.optional_files import optional_object
+from ..checkpoint.headers import optional_object
 from ..checkpoint.vision import Vision
 from .image_rows import PreparedImage, digest_of, vision_in
 

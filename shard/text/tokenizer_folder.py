@@ -15,8 +15,14 @@ from typing import Any, Final, cast
 
 from ..checkpoint.checkpoint import read_config
 from ..checkpoint.headers import fault as file_fault
-from ..checkpoint.headers import name_in_model, quote, read_bytes, read_object, size_of
-from ..checkpoint.optional_files import optional_object
+from ..checkpoint.headers import (
+    name_in_model,
+    optional_object,
+    quote,
+    read_bytes,
+    read_object,
+    size_of,
+)
 
 _TOKENIZERS: Final = (
     *("tokenizer.json", "tokenizer.*.json", "tekken.json", "vocab*.json", "normalizer.json"),

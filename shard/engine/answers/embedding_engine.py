@@ -19,8 +19,7 @@ from ....mtp.types import CacheTier, FinishReason, GenerationStats, Sampling
 from ....placement.drafting import GENERATES_NOTHING
 from ....proto import peer_pb2 as pb
 from ...kernels.install import used
-from ...model.embedder import POOLINGS, Embedder
-from ...model.encoder import PADDING
+from ...model.embedder import PADDING, POOLINGS, Embedder
 from ...model.load import Loaded
 from ...model.open_model import MODEL_FAULTS, headline
 from ..compute import ComputeThread, as_exception

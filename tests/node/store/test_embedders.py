@@ -14,7 +14,7 @@ from exo_node.node.store.listing import recommended
 from exo_node.placement.errors import InvalidCheckpoint
 from exo_node.placement.ids import ModelId
 from exo_node.placement.library import packaged_cards
-from exo_node.shard.checkpoint.pooling import pooling_of
+from exo_node.shard.checkpoint.embedders import pooling_of
 
 MODEL = ModelId("tiny")
 

@@ -19,8 +19,7 @@ from exo_node.shard.checkpoint.checkpoint import (
     read_checkpoint,
     read_config,
 )
-from exo_node.shard.checkpoint.headers import MAX_HEADER_BYTES
-from exo_node.shard.checkpoint.optional_files import optional_object
+from exo_node.shard.checkpoint.headers import MAX_HEADER_BYTES, optional_object
 
 ZEROS = bytes(64)
 

@@ -24,7 +24,7 @@ from exo_node.placement.errors import InvalidCheckpoint, LoadFailed
 from exo_node.shard.checkpoint.vision import LIGHT_WAY
 from exo_node.shard.engine.answers.embedding_engine import EmbeddingEngine
 from exo_node.shard.engine.prefill_forward import PrefillForward
-from exo_node.shard.model import encoder as module
+from exo_node.shard.model import embedder as module
 from exo_node.shard.model import open_model
 
 

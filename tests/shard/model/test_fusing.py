@@ -14,7 +14,7 @@ import mlx.core as mx
 before = mx.compile(lambda a: mx.exp(a) * a)
 logging.basicConfig(level=logging.INFO, force=True)
 from exo_node.shard.model.fusing import prepare_fusing
-print(prepare_fusing())
+prepare_fusing()
 print(mx.array_equal(before(mx.zeros((8,))), mx.zeros((8,))).item())
 """
 
@@ -51,12 +51,12 @@ def test_without_a_compiler_that_mlx_can_use_operations_are_not_fused_and_run(
     tmp_path: Path,
 ) -> None:
     process = tried(tmp_path, other=False)
-    why, right = process.stdout.splitlines()
+    why = process.stderr
     assert "redeclaration of C++ built-in type '_Float32'" in why and "install g++-12" in why
-    assert why in process.stderr and right == "True"
+    assert process.stdout == "True\n"
 
 
 def test_another_compiler_is_used_where_there_is_one(tmp_path: Path) -> None:
     process = tried(tmp_path, other=True)
-    assert process.stdout.splitlines() == ["", "True"]
+    assert process.stdout == "True\n"
     assert "g++-12" in process.stderr and "_Float32" in process.stderr
