@@ -33,10 +33,8 @@ def event_to_wire(
         case RebuiltText(rounds, total):
             return pb.GenerateEvent(rebuilt=pb.Rebuilt(done=rounds, total=total))
         case Delta(round_):
-            round_forward = round_.forward
-            forward = pb.Forward(
-                position=round_forward.position, rows=round_forward.rows, batch=round_forward.batch
-            )
+            at = round_.forward
+            forward = pb.Forward(position=at.position, rows=at.rows, batch=at.batch)
             wire = pb.Round(
                 tokens=round_.tokens,
                 drafted=round_.drafted,
