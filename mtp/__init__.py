@@ -1,6 +1,6 @@
 """Native multi-token prediction: draft, verify, accept, roll back.
 
-accept.py: acceptance of drafts: greedy prefix, ratio, block, coupled
+accept.py: acceptance of drafts: the matching ones, or the longest block
 batch_probe.py: whether a request computes the same bits in a batch as alone
 batch_prompts.py: rows of several prompts in one forward
 batch_verdict.py: the verdict over a batch's verify, in one read

@@ -1,7 +1,6 @@
 """Acceptance of drafts: the accepted ones and the token that follows. Pure on arrays; nothing here
 synchronises."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -22,38 +21,14 @@ class VerifyResult(NamedTuple):
         return accepted, tokens[: accepted + 1]
 
 
-Rule = Callable[[Distribution, Distribution, mx.array, Noise, int], VerifyResult]
-"""(target of K+1 rows, draft of K, drafts (K,), noise, the first draft's position)."""
-
-
-def _prefix(matches: mx.array) -> mx.array:
-    """The number of (K,) booleans before the first false one."""
-    return mx.cumprod(matches.astype(mx.int32)).sum()
-
-
 def accept_matching(targets: mx.array, drafts: mx.array) -> VerifyResult:
     """Accepts drafts (K,) as long as they equal the target's own choices (K+1,).
 
     Exact for greedy decoding and for coupled sampling, where the choice at a position is a function
     of its prefix and its noise alone (Daliri et al. 2024, arXiv 2408.07978).
     """
-    accepted = _prefix(targets[: drafts.shape[0]] == drafts)
-    return VerifyResult(accepted.astype(mx.int32), targets.astype(mx.int32))
-
-
-def accept_by_ratio(
-    target: Distribution, draft: Distribution, drafts: mx.array, noise: Noise, position: int
-) -> VerifyResult:
-    """Accepts draft x with probability min(1, p(x)/q(x)), else draws from norm(max(p - q, 0)).
-
-    `target` has K+1 rows and `draft` K, from which `drafts` (K,) were drawn; `position` is that of
-    the first draft. Leviathan et al. 2022 (arXiv 2211.17192), theorem 1: the emitted tokens have
-    the target's distribution.
-    """
-    log_ratio = _log_ratio(target, draft, drafts)
-    stands = mx.log(noise.uniform(position, drafts.shape[0], ACCEPT)) < log_ratio
-    weight = mx.ones((drafts.shape[0],))
-    return _verdict(_prefix(stands), weight, target, draft.on(target), drafts, noise, position)
+    matches = (targets[: drafts.shape[0]] == drafts).astype(mx.int32)
+    return VerifyResult(mx.cumprod(matches).sum().astype(mx.int32), targets.astype(mx.int32))
 
 
 def accept_by_block(
@@ -61,10 +36,12 @@ def accept_by_block(
 ) -> VerifyResult:
     """Accepts the longest block of drafts that passes, in which a draft may compensate for others.
 
-    Draft by draft the ratios multiply to a weight w_i = min(1, w_{i-1} p/q), and a block of i
-    drafts is accepted with a probability h_i that also depends on the draft after it. It accepts
-    at least as many drafts as `accept_by_ratio` in expectation: Sun et al. 2024 (arXiv 2403.10444),
-    algorithm 2 and theorems 1 and 2. With one draft it is `accept_by_ratio`.
+    `target` has K+1 rows and `draft` K, from which `drafts` (K,) were drawn; `position` is that of
+    the first draft. Draft by draft the ratios multiply to a weight w_i = min(1, w_{i-1} p/q), and a
+    block of i drafts is accepted with a probability h_i that also depends on the draft after it:
+    Sun et al. 2024 (arXiv 2403.10444), algorithm 2 and theorems 1 and 2. The emitted tokens have
+    the target's distribution. A single draft x is accepted with probability min(1, p(x)/q(x)), as
+    in Leviathan et al. 2022 (arXiv 2211.17192), theorem 1.
 
     A shorter block is accepted only after longer ones were rejected by their drafts and uniform
     draws, which must not be used again: `noise` and that of the drafts must be the round's own
@@ -85,7 +62,17 @@ def accept_by_block(
     chance = mx.concatenate([shorter, mx.exp(log_weight[k:])])
     stands = noise.uniform(position, k, ACCEPT) < chance
     accepted = (stands * mx.arange(1, k + 1)).max()
-    return _verdict(accepted, weight, target, q, drafts, noise, position)
+    # The next token comes from norm(max(w p - q, 0)), or from p after all K drafts.
+    next_ = target.row(accepted)
+    last = mx.minimum(accepted, k - 1)
+    residual = mx.maximum(weight[last] * mx.exp(next_.log_p) - mx.exp(q[last]), 0)
+    # Equal distributions leave no residual, but rounding may still reject: then p is right.
+    has_residual = (accepted < k) & (residual.sum() > 0)
+    replacing = Distribution(mx.where(has_residual, mx.log(residual), next_.log_p), next_.ids)
+    replacement = draw(replacing, noise, position, RESIDUAL)
+    padded = mx.concatenate([drafts, drafts[-1:]]).astype(mx.int32)
+    tokens = mx.where(mx.arange(k + 1) < accepted, padded, replacement)
+    return VerifyResult(accepted.astype(mx.int32), tokens)
 
 
 def _log_ratio(target: Distribution, draft: Distribution, drafts: mx.array) -> mx.array:
@@ -94,30 +81,3 @@ def _log_ratio(target: Distribution, draft: Distribution, drafts: mx.array) -> m
     ids = None if target.ids is None else target.ids[:k]
     log_p = Distribution(target.log_p[:k], ids).of(chosen)
     return (log_p - draft.of(chosen))[:, 0]
-
-
-def _verdict(
-    accepted: mx.array,
-    weight: mx.array,
-    target: Distribution,
-    log_q: mx.array,
-    drafts: mx.array,
-    noise: Noise,
-    position: int,
-) -> VerifyResult:
-    """The accepted drafts and a draw from norm(max(w p - q, 0)), or from p after all K drafts.
-
-    `weight` (K,) is w, by the number of accepted drafts; `log_q` (K, n) has the target's columns.
-    A token is drawn from one row only, with the noise of the round, not of a position.
-    """
-    k = drafts.shape[0]
-    next_ = target.row(accepted)
-    last = mx.minimum(accepted, k - 1)
-    residual = mx.maximum(weight[last] * mx.exp(next_.log_p) - mx.exp(log_q[last]), 0)
-    # Equal distributions leave no residual, but rounding may still reject: then p is right.
-    has_residual = (accepted < k) & (residual.sum() > 0)
-    replacing = Distribution(mx.where(has_residual, mx.log(residual), next_.log_p), next_.ids)
-    replacement = draw(replacing, noise, position, RESIDUAL)
-    padded = mx.concatenate([drafts, drafts[-1:]]).astype(mx.int32)
-    tokens = mx.where(mx.arange(k + 1) < accepted, padded, replacement)
-    return VerifyResult(accepted.astype(mx.int32), tokens)

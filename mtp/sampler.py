@@ -5,7 +5,7 @@ from typing import assert_never
 
 import mlx.core as mx
 
-from .accept import VerifyResult, accept_by_block, accept_by_ratio, accept_matching
+from .accept import VerifyResult, accept_by_block, accept_matching
 from .end_bar import EndBar
 from .finite import finite_rows, tokens_of, with_finite_rows
 from .grammar import GrammarMask, GrammarMatcher
@@ -115,8 +115,8 @@ class Sampler:
                 logits, finite = with_finite_rows(logits)
                 p = self._distribution(logits, position)
                 q = Distribution(drafts.log_probabilities, drafts.support)
-                accept = accept_by_ratio if rule == "ratio" else accept_by_block
-                verdict = accept(p, q, drafts.tokens, self._noise.of_round(position), position)
+                noise = self._noise.of_round(position)
+                verdict = accept_by_block(p, q, drafts.tokens, noise, position)
                 return VerifyResult(verdict.accepted, tokens_of(finite, verdict.tokens))
             case _:
                 assert_never(rule)

@@ -44,7 +44,7 @@ class Sampling:
     def rule_of(self, k: int) -> AcceptanceRule:
         """The rule by which up to `k` drafts per round are accepted.
 
-        With one draft "ratio" and "block" are the same, so a request that sometimes drafts more
+        "ratio" is the usual name of "block" with one draft. A request that sometimes drafts more
         uses "block" throughout.
         """
         if self.greedy:

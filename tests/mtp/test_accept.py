@@ -10,7 +10,7 @@ import pytest
 from tables import random_table, tell
 
 from exo_node.mtp import accept
-from exo_node.mtp.accept import accept_by_block, accept_by_ratio, accept_matching
+from exo_node.mtp.accept import accept_by_block, accept_matching
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.sampling import ACCEPT, RESIDUAL, TOKEN, Distribution, Noise, draw
 from exo_node.mtp.seams import Drafts, as_ids, as_row
@@ -19,7 +19,6 @@ from exo_node.mtp.types import Sampling
 Floats = npt.NDArray[np.float64]
 
 TARGET = random_table(3, seed=11)
-RULES = [accept_by_ratio, accept_by_block]
 
 
 def log_rows(*rows: Sequence[float]) -> Distribution:
@@ -30,19 +29,17 @@ def rows(of: Distribution, end: int) -> Distribution:
     return Distribution(of.log_p[:end], None if of.ids is None else of.ids[:end])
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_equal_distributions_accept_every_draft(rule: accept.Rule) -> None:
+def test_equal_distributions_accept_every_draft() -> None:
     p = log_rows([0.2, 0.8], [0.5, 0.5], [0.9, 0.1])
     for entropy in range(40):
-        accepted, ids = rule(p, rows(p, 2), as_row([0, 1]), Noise(entropy), 5).read()
+        accepted, ids = accept_by_block(p, rows(p, 2), as_row([0, 1]), Noise(entropy), 5).read()
         assert (accepted, ids[:2]) == (2, [0, 1])
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_draft_that_the_target_never_gives_is_never_accepted(rule: accept.Rule) -> None:
+def test_a_draft_that_the_target_never_gives_is_never_accepted() -> None:
     p, q = log_rows([0.0, 1.0], [0.5, 0.5]), log_rows([1.0, 0.0])
     for entropy in range(40):
-        assert rule(p, q, as_row([0]), Noise(entropy), 5).read() == (0, [1])
+        assert accept_by_block(p, q, as_row([0]), Noise(entropy), 5).read() == (0, [1])
 
 
 def test_what_follows_an_impossible_draft_cannot_bring_it_back() -> None:
@@ -57,14 +54,12 @@ def test_quotients_past_the_range_of_float32_are_accepted() -> None:
     """p / q would be infinite, and 0 times it not a number."""
     tiny = mx.array([[-200.0, -1e-30]] * 2)
     p, q = log_rows([1.0, 0.0], [1.0, 0.0], [0.25, 0.75]), Distribution(tiny)
-    for rule in RULES:
-        accepted, ids = rule(p, q, as_row([0, 0]), Noise(1), 5).read()
-        assert (accepted, ids[:2]) == (2, [0, 0])
+    accepted, ids = accept_by_block(p, q, as_row([0, 0]), Noise(1), 5).read()
+    assert (accepted, ids[:2]) == (2, [0, 0])
 
 
-@pytest.mark.parametrize("rule", RULES)
 def test_without_a_residual_the_replacement_is_the_targets(
-    monkeypatch: pytest.MonkeyPatch, rule: accept.Rule
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rounding may reject where p equals q; a uniform draw of 1 stands in for it."""
 
@@ -73,7 +68,7 @@ def test_without_a_residual_the_replacement_is_the_targets(
 
     monkeypatch.setattr(Noise, "uniform", one)
     p = log_rows([0.0, 0.25, 0.75], [0.5, 0.25, 0.25])
-    verdicts = [rule(p, rows(p, 1), as_row([2]), Noise(e), 5).read() for e in range(40)]
+    verdicts = [accept_by_block(p, rows(p, 1), as_row([2]), Noise(e), 5).read() for e in range(40)]
     assert {accepted for accepted, _ in verdicts} == {0}
     assert {ids[0] for _, ids in verdicts} == {1, 2}
 
@@ -93,7 +88,7 @@ def test_a_replacement_by_the_drafts_own_noise_would_be_far_off(
     firsts: list[int] = []
     for entropy in range(1500):
         drafted = draw(q, Noise(entropy), 5)
-        firsts.append(accept_by_ratio(p, q, drafted, Noise(entropy), 5).read()[1][0])
+        firsts.append(accept_by_block(p, q, drafted, Noise(entropy), 5).read()[1][0])
     off = abs(firsts.count(1) - 0.49 * 1500) / math.sqrt(1500 * 0.49 * 0.51)
     assert off < 3.5 if stream == RESIDUAL else off > 5
 
@@ -140,28 +135,16 @@ def test_after_a_block_that_lost_weight_the_residual_is_that_of_its_weight() -> 
     assert after_one == {2, 3}
 
 
-def test_with_one_draft_a_block_is_accepted_by_ratio() -> None:
+def test_a_draft_alone_is_accepted_by_ratio() -> None:
     p, q = log_rows([0.2, 0.3, 0.5], [0.1, 0.1, 0.8]), log_rows([0.6, 0.3, 0.1])
     for entropy in range(60):
-        args = (p, q, as_row([entropy % 3]), Noise(entropy), 5)
-        assert accept_by_block(*args).read() == accept_by_ratio(*args).read()
+        draft, noise = entropy % 3, Noise(entropy)
+        ratio = min(1.0, [0.2 / 0.6, 1.0, 5.0][draft])
+        accepted, _ = accept_by_block(p, q, as_row([draft]), noise, 5).read()
+        assert accepted == (float(noise.uniform(5, 1, ACCEPT)) < ratio)
 
 
-def test_a_block_accepts_more_drafts_than_ratios_do() -> None:
-    generator = np.random.default_rng(3)
-    p = generator.dirichlet(np.full(8, 0.7), 4)
-    q = p[:3] * np.exp(0.6 * generator.normal(size=(3, 8)))
-    target, q_logs = log_rows(*p.tolist()), log_rows(*(q / q.sum(-1, keepdims=True)).tolist())
-    accepted = np.zeros(2)
-    for entropy in range(400):
-        drafts = draw(q_logs, Noise(entropy), 3)
-        for i, rule in enumerate(RULES):
-            accepted[i] += rule(target, q_logs, drafts, Noise(entropy), 3).read()[0]
-    assert accepted[1] > 1.03 * accepted[0]
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_rows_that_list_few_ids_give_the_verdict_of_whole_rows(rule: accept.Rule) -> None:
+def test_rows_that_list_few_ids_give_the_verdict_of_whole_rows() -> None:
     generator = np.random.default_rng(4)
 
     def both(count: int) -> tuple[Distribution, Distribution]:
@@ -179,9 +162,9 @@ def test_rows_that_list_few_ids_give_the_verdict_of_whole_rows(rule: accept.Rule
         noise = Noise(entropy)
         drafts = draw(q, noise, 3)
         assert drafts.tolist() == draw(few_q, noise, 3).tolist()
-        expected = rule(p, q, drafts, noise, 3).read()
-        assert rule(few_p, few_q, drafts, noise, 3).read() == expected
-        assert rule(few_p, q, drafts, noise, 3).read() == expected
+        expected = accept_by_block(p, q, drafts, noise, 3).read()
+        assert accept_by_block(few_p, few_q, drafts, noise, 3).read() == expected
+        assert accept_by_block(few_p, q, drafts, noise, 3).read() == expected
         verdicts.add(expected[0])
     assert len(verdicts) > 1
 

@@ -1,7 +1,7 @@
 """Drafts that are copied from a request's own tokens are verified as the head's drafts are.
 
-Over tables of few ids, where nearly every trigram occurred before, so that most rounds copy. The
-distribution is checked as in test_distribution.py.
+Over tables of few ids, where nearly every trigram occurred before, so that most rounds copy. Their
+distribution is in test_distribution.py.
 """
 
 from collections.abc import Sequence
@@ -11,17 +11,6 @@ import numpy as np
 import pytest
 from forced_copies import FixedLength
 from tables import PROMPT, EndAt, Logits, TableAnswer, random_table, tell
-from test_distribution import (
-    DRAFTS,
-    FILTERS,
-    SUSPICIOUS,
-    TARGET,
-    TOKENS,
-    WARM,
-    V,
-    exact,
-    surprise,
-)
 
 from exo_node.mtp.drafting.lookup_drafts import PromptLookup
 from exo_node.mtp.types import Sampling
@@ -134,27 +123,3 @@ def test_the_head_reads_the_rows_of_copies() -> None:
     rows = answer.head.head_rows
     committed = [(at, token, after) for at, (token, after) in enumerate(pairwise(ids))]
     assert rows and rows == committed[: len(rows)]
-
-
-def distribution(length: int, k: int, sampling: Sampling, tokens: int = TOKENS) -> float:
-    """`test_distribution.deviation` of an answer that copies `length` tokens a round."""
-    wide = np.broadcast_to(TARGET, (tokens + 16, V, V))
-    draft = np.broadcast_to(DRAFTS["near"], (tokens + 16, V, V)) if k else None
-    lookup = PromptLookup(PROMPT, FixedLength(length))
-    answer = tell(
-        wide, draft, k, sampling=sampling, entropy=length, max_tokens=tokens, lookup=lookup
-    )
-    drafted, stood = copies(answer)
-    assert 0 < stood < drafted
-    rows = exact(TARGET, sampling)
-    return max(surprise(answer.ids, rows, window) for window in range(1, 5))
-
-
-@pytest.mark.parametrize(("length", "k"), [(1, 0), (3, 0), (3, 2)])
-def test_copies_leave_the_targets_distribution(length: int, k: int) -> None:
-    assert distribution(length, k, WARM) < SUSPICIOUS
-
-
-@pytest.mark.parametrize("name", ["top_p", "top_k", "xtc"])
-def test_copies_leave_the_distribution_under_filters(name: str) -> None:
-    assert distribution(3, 0, FILTERS[name]) < SUSPICIOUS

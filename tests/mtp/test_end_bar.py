@@ -86,17 +86,6 @@ def test_an_end_that_was_copied_too_early_falls(sampling: Sampling) -> None:
     assert not {*tokens} & {*ENDS}
 
 
-def test_a_verify_gives_what_single_steps_give() -> None:
-    x = logits(5, *ENDS)
-    single, expected = sampler_of(GREEDY, 3), list[int]()
-    for row in range(5):
-        token = single.token(x[row : row + 1], row)
-        single.commit(token)
-        expected += as_ids(token)
-    drafts = Drafts(mx.array(expected[:4]), None)
-    assert sampler_of(GREEDY, 3).judge(x, drafts, 0).read() == (4, expected)
-
-
 def test_where_a_grammar_allows_ends_alone_one_stands() -> None:
     class OnlyEnd:
         failed = ""

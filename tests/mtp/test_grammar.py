@@ -59,20 +59,6 @@ def test_what_a_mask_lacks_has_no_probability_and_the_rest_is_untouched() -> Non
     assert [i for i in range(V) if got[2, i].item() != -math.inf] == [1]
 
 
-def test_a_verify_says_what_single_steps_would_have() -> None:
-    x = logits(4)
-    single = Sampler(Sampling(), 0, grammar=Rising())
-    expected: list[int] = []
-    for row in range(4):
-        token = single.token(x[row : row + 1], row)
-        single.commit(token)
-        expected += as_ids(token)
-    assert expected[0] == best(x[0], (1, 2))
-    drafts = mx.array(expected[:3])
-    verdict = Sampler(Sampling(), 0, grammar=Rising()).judge(x, Drafts(drafts, None), 0)
-    assert verdict.read() == (3, expected)
-
-
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, seed=1), Sampling(0.8)], ids=str)
 @pytest.mark.parametrize("wrong", [0, 1, 2])
 def test_a_draft_that_is_not_allowed_falls_with_all_behind_it(

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import pytest
 from budget import seeds
@@ -101,31 +102,19 @@ def test_memory_is_bounded_by_tokens(count: int) -> None:
     assert index.bytes <= BYTES_PER_TOKEN * count
 
 
-class Recorder:
+@dataclass(frozen=True)
+class Recorder(FixedLength):
     """Copies `longest` tokens wherever it may, and records the evidence."""
 
-    def __init__(self, longest: int = 4) -> None:
-        self.longest = longest
-        self.seen: list[tuple[int, bool]] = []
-        self.resumed: list[tuple[int, bool]] = []
-        """Of `seen`, those where a match resumed, and how."""
-
-    def choose(self, match_length: int, limit: int, position: int, *, resumed: Resumed = 0) -> int:
-        return FixedLength(self.longest).choose(match_length, limit, position)
-
-    def reached(self, match_length: int, count: int, *, resumed: Resumed = 0) -> list[float]:
-        return FixedLength(self.longest).reached(match_length, count, resumed=resumed)
+    longest: int = 4
+    evidence: list[tuple[int, bool]] = field(default_factory=list[tuple[int, bool]])
+    resumed: list[tuple[int, bool]] = field(default_factory=list[tuple[int, bool]])
+    """The evidence where a match resumed, and how."""
 
     def observe(self, match_length: int, *, is_right: bool, resumed: Resumed = 0) -> None:
-        self.seen.append((match_length, is_right))
+        self.evidence.append((match_length, is_right))
         if resumed:
             self.resumed.append((resumed, is_right))
-
-    def learn_copy(self, length: int, position: int, seconds: float) -> None:
-        raise AssertionError
-
-    def learn_other(self, drafted: int, tokens: int, position: int, seconds: float) -> None:
-        raise AssertionError
 
 
 def pushed(lookup: PromptLookup, ids: Sequence[int]) -> PromptLookup:
@@ -139,7 +128,7 @@ def test_every_token_is_evidence_whether_it_was_drafted_or_not() -> None:
     lookup = PromptLookup([1, 2, 3, 4, 5, 6, 9], policy)
     assert lookup.length(10, 7) == 0
     _ = pushed(lookup, [1, 2, 3, 4, 5, 7])
-    assert policy.seen == [(3, True), (4, True), (5, False)]
+    assert policy.evidence == [(3, True), (4, True), (5, False)]
     assert lookup.match == NO_MATCH
 
 
@@ -206,7 +195,7 @@ def test_a_token_behind_a_change_is_evidence_of_its_own() -> None:
     lookup = PromptLookup([*FILE, 1], policy)
     assert lookup.length(9, 31) == 0
     _ = pushed(lookup, [*FILE[:8], 7, FILE[9], 8, 7, FILE[11], FILE[12]])
-    assert policy.seen[-5:] == [(8, False), (8, True), (9, False), (9, False), (9, True)]
+    assert policy.evidence[-5:] == [(8, False), (8, True), (9, False), (9, False), (9, True)]
     assert policy.resumed == [(1, True), (1, False), (2, True)]
 
 

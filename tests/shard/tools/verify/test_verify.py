@@ -245,7 +245,7 @@ def accept_likely_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
         ids = best if p.ids is None else mx.take_along_axis(p.ids, best[:, None], axis=-1)[:, 0]
         return accept_matching(ids, drafts)
 
-    monkeypatch.setattr("exo_node.mtp.sampler.accept_by_ratio", by_argmax)
+    monkeypatch.setattr("exo_node.mtp.sampler.accept_by_block", by_argmax)
 
 
 def accept_one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
