@@ -36,15 +36,17 @@ class Image:
     """The beginning of that error, for clients that look for a sentence."""
 
 
-@dataclass(frozen=True, slots=True)
-class Embeddings:
+def embeddings_of(
+    inputs: Sequence[str | Sequence[int]], dimensions: int | None = None, *, truncate: bool = False
+) -> pb.Embeddings:
     """The inputs of a request for embeddings, each a text or token ids."""
-
-    inputs: tuple[str | tuple[int, ...], ...] = field(repr=False)
-    dimensions: int | None = None
-    """The first so many numbers, normalised again; None: all."""
-    truncate: bool = False
-    """Whether an input that is too long is cut; else the request is refused."""
+    each_input = [
+        pb.EmbeddingInput(index=index, text=each)
+        if isinstance(each, str)
+        else pb.EmbeddingInput(index=index, token_ids=pb.TokenIds(ids=each))
+        for index, each in enumerate(inputs)
+    ]
+    return pb.Embeddings(inputs=each_input, dimensions=dimensions or 0, truncate=truncate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ class GenerationRequest:
     """The client's field that has the prompt, for errors."""
     suffix: str | None = None
     """The text behind a gap that the answer fills; `text` is what is in front of it."""
-    embeddings: Embeddings | None = None
+    embeddings: pb.Embeddings | None = field(default=None, repr=False)
     """Inputs of embeddings, in place of messages."""
     images: tuple[Image, ...] = field(default=(), repr=False)
     """In the order of the parts `{"type": "image"}` in the messages' contents."""

@@ -11,49 +11,28 @@ from ...placement.sampling_values import API_DEFAULTS, Source, SourcedValue, mod
 from ...proto import peer_pb2 as pb
 from ...proto.fields import changed, filled
 from ..runners.runner_client import Endpoint
-from .requests import Embeddings, GenerationRequest
+from .requests import GenerationRequest
 
 
 def to_wire(request: GenerationRequest, placed: pb.Placed) -> pb.GenerateRequest:
     sampling = _sampling(request, placed)
-    wire = filled(
+    bare = request.text is not None or request.ids is not None
+    is_chat = not bare and request.embeddings is None
+    return filled(
         pb.GenerateRequest,
         request,
         placement=placed.placement,
         request=request.id,
         attempt=1,
-        messages=None,
-        text=None,
-        embeddings=None,
+        messages=messages_to_wire(request) if is_chat else None,
+        token_ids=None if request.ids is None else pb.TokenIds(ids=request.ids),
         tools=tools_json(request),
         images=_images(request),
-        bare=request.text is not None or request.ids is not None,
+        bare=bare,
         sampling=filled(pb.Sampling, sampling, logit_bias=dict(sampling.logit_bias)),
         output=changed(request.output, continues=_continues(request)),
         drafting=placed.drafting,
-    )
-    if placed.HasField("prefix_source"):
-        wire.prefix_source.CopyFrom(placed.prefix_source)
-    if request.embeddings is not None:
-        wire.embeddings.CopyFrom(_embeddings(request.embeddings))
-    elif request.ids is not None:
-        wire.token_ids.ids.extend(request.ids)
-    elif request.text is not None:
-        wire.text = request.text
-    else:
-        wire.messages.CopyFrom(messages_to_wire(request))
-    return wire
-
-
-def _embeddings(embeddings: Embeddings) -> pb.Embeddings:
-    inputs = [
-        pb.EmbeddingInput(index=index, text=each)
-        if isinstance(each, str)
-        else pb.EmbeddingInput(index=index, token_ids=pb.TokenIds(ids=each))
-        for index, each in enumerate(embeddings.inputs)
-    ]
-    return pb.Embeddings(
-        inputs=inputs, dimensions=embeddings.dimensions or 0, truncate=embeddings.truncate
+        prefix_source=placed.prefix_source if placed.HasField("prefix_source") else None,
     )
 
 

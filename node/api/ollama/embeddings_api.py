@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 from ....mtp.types import Sampling
 from ....placement.ids import ModelId, RequestId
 from ....proto import peer_pb2 as pb
-from ...chat.requests import Embeddings, Finished, GenerationRequest, Part
+from ...chat.requests import Finished, GenerationRequest, Part, embeddings_of
 from ..http.bodies import StrictBody, TolerantBody, unknown_fields
 from ..http.dialects import OLLAMA, OPENAI, Dialect, Exchange, WholeAnswer, WireFormat
 from ..http.errors import HttpFault
@@ -94,7 +94,7 @@ class OllamaEmbeddingsBody(_OllamaBody):
 def _request(
     body: EmbeddingsBody | _OllamaBody,
     request_id: RequestId,
-    embeddings: Embeddings,
+    embeddings: pb.Embeddings,
     *,
     background: bool = False,
 ) -> GenerationRequest:
@@ -111,7 +111,7 @@ def _request(
 
 
 def _parse(body: EmbeddingsBody, request_id: RequestId) -> Exchange:
-    embeddings = Embeddings(body.input, body.dimensions, body.truncate is True)
+    embeddings = embeddings_of(body.input, body.dimensions, truncate=body.truncate is True)
     request = _request(body, request_id, embeddings, background=body.background is True)
 
     def render(answer: WholeAnswer, end: Finished) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _parse(body: EmbeddingsBody, request_id: RequestId) -> Exchange:
 
 
 def _parse_embed(body: OllamaEmbedBody, request_id: RequestId) -> Exchange:
-    embeddings = Embeddings(body.input, body.dimensions, body.truncate is not False)
+    embeddings = embeddings_of(body.input, body.dimensions, truncate=body.truncate is not False)
     began_at = time.monotonic()
 
     def render(answer: WholeAnswer, end: Finished) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def _parse_embeddings(body: OllamaEmbeddingsBody, request_id: RequestId) -> Exch
     def render(answer: WholeAnswer, end: Finished) -> dict[str, Any]:
         return {"embedding": _numbers(answer.vectors[0])}
 
-    request = _request(body, request_id, Embeddings((body.prompt,), truncate=True))
+    request = _request(body, request_id, embeddings_of([body.prompt], truncate=True))
     return _ollama_exchange(body, request, render)
 
 

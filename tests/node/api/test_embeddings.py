@@ -8,7 +8,7 @@ import pytest
 from fakes import FINISHED, says
 from http_node import Node
 
-from exo_node.node.chat.requests import Embedded, Embeddings, Started, TextDelta
+from exo_node.node.chat.requests import Embedded, Started, TextDelta, embeddings_of
 from exo_node.placement.errors import PeerLost
 
 VECTORS = {0: (0.6, -0.8), 1: (1.0, 0.0), 2: (0.0, -1.0)}
@@ -74,10 +74,10 @@ def test_openais_client_gets_embeddings_in_the_order_of_its_inputs(node: Node, o
     _ = openai.embeddings.create(model="demo", input=[[1, 2], [3], [4]], user="me")
     _ = openai.embeddings.create(model="one", input=[1, 2], extra_body={"truncate": True})
     assert [request.embeddings for request in node.chat.requests] == [
-        Embeddings(("a", "b", "c"), 2),
-        Embeddings(("a",)),
-        Embeddings(((1, 2), (3,), (4,))),
-        Embeddings(((1, 2),), truncate=True),
+        embeddings_of(("a", "b", "c"), 2),
+        embeddings_of(("a",)),
+        embeddings_of(((1, 2), (3,), (4,))),
+        embeddings_of(((1, 2),), truncate=True),
     ]
     assert not any(request.sharing.cache for request in node.chat.requests)
 
@@ -98,11 +98,11 @@ def test_ollamas_client_gets_embeddings(node: Node, ollama: Any) -> None:
     assert near(list(older.embedding), 0)
     first, second, third = node.chat.requests
     assert (first.embeddings, first.keep_alive_s) == (
-        Embeddings(("a", "b", "c"), 2, truncate=True),
+        embeddings_of(("a", "b", "c"), 2, truncate=True),
         300,
     )
-    assert second.embeddings == Embeddings(("a",))
-    assert third.embeddings == Embeddings(("a",), truncate=True)
+    assert second.embeddings == embeddings_of(("a",))
+    assert third.embeddings == embeddings_of(("a",), truncate=True)
 
 
 def test_fields_that_ollamas_clients_send_beside_are_named_or_have_no_effect(node: Node) -> None:
@@ -178,7 +178,7 @@ def test_ollamas_inputs_are_texts(node: Node, inputs: Any) -> None:
 
 def test_whole_numbers_are_token_ids_however_they_are_written(node: Node) -> None:
     assert node.ask("POST", "/v1/embeddings", b'{"model":"one","input":[1.0,2]}').status == 200
-    assert node.chat.requests[0].embeddings == Embeddings(((1, 2),))
+    assert node.chat.requests[0].embeddings == embeddings_of(((1, 2),))
 
 
 def test_the_embedding_of_no_event_is_an_error(node: Node) -> None:
