@@ -5,7 +5,8 @@ from typing import Annotated, Any, Final, cast
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
-MOST_ID: Final = 2**32 - 1
+MOST_ID: Final = 2**31 - 1
+"""The wire's ids are signed: those below 0 are rows of images."""
 
 
 def _whole(value: Any) -> Any:

@@ -165,11 +165,11 @@ NO_PROMPTS: list[tuple[Any, str, str]] = [
     (["a", [5]], "prompt[1]", "all texts"),
     ([[5], "a"], "prompt[1]", "all texts"),
     ([[5], []], "prompt[1]", "at least 1 token id"),
-    ([[5], [6, -1]], "prompt[1][1]", "a token id of 0 to 4294967295"),
+    ([[5], [6, -1]], "prompt[1][1]", "a token id of 0 to 2147483647"),
     (["a"] * 129, "prompt", "at most 128 entries"),
-    ([1, "a"], "prompt[1]", "a token id of 0 to 4294967295"),
-    ([1, 2**32], "prompt[1]", "a token id of 0 to 4294967295"),
-    ([[1, True]], "prompt[0][1]", "a token id of 0 to 4294967295"),
+    ([1, "a"], "prompt[1]", "a token id of 0 to 2147483647"),
+    ([1, 2**31], "prompt[1]", "a token id of 0 to 2147483647"),
+    ([[1, True]], "prompt[0][1]", "a token id of 0 to 2147483647"),
 ]
 
 

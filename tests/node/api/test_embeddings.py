@@ -153,7 +153,7 @@ def test_bad_input_names_its_field(node: Node, fields: dict[str, Any], param: st
         ({"input": [1, -1]}, "input[1]"),
         ({"input": [1, True]}, "input[1]"),
         ({"input": [1, 2.5]}, "input[1]"),
-        ({"input": [1, 2**32]}, "input[1]"),
+        ({"input": [1, 2**31]}, "input[1]"),
         ({"input": [[1], [2, "a"]]}, "input[1][1]"),
         ({"input": [["a"]]}, "input[0][0]"),
         ({"encoding_format": "int8"}, "encoding_format"),
