@@ -149,7 +149,7 @@ def indexed_files(folder: Path) -> frozenset[str]:
 
 
 def _framed(part: bytes) -> bytes:
-    """A part behind its length, so that parts cannot be shifted into one another in a hash."""
+    """A part after its length, so that parts cannot be shifted into one another in a hash."""
     return len(part).to_bytes(8, "little") + part
 
 
@@ -208,7 +208,7 @@ def indexed_tensors(folder: Path) -> dict[str, str] | None:
 
 
 def _check_index(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raises InvalidCheckpoint where there is an index and the headers contradict it."""
+    """Compares the headers with the index, if there is one. Raises InvalidCheckpoint."""
     files = indexed_tensors(folder)
     if files is None:
         return

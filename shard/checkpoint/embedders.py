@@ -72,7 +72,7 @@ def encoder_changes(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_positions(config: Mapping[str, Any], tokens: int) -> None:
-    """Raises LoadFailed for an encoder that has no positions for so many tokens."""
+    """Checks that an encoder has positions for `tokens` tokens. Raises LoadFailed."""
     if is_encoder(config) and tokens > (most := context_length(config)):
         raise LoadFailed(
             f"the model's card has a context_length of {tokens}, and its config.json positions for "
@@ -122,7 +122,7 @@ def _refused(field: str, value: object, expected: str) -> InvalidCheckpoint:
 def pooling_of(folder: Path) -> str | None:
     """The pooling that the files declare: a card's, or names of what this engine does not compute.
 
-    None: they do not say. Raises InvalidCheckpoint.
+    None if they do not say. Raises InvalidCheckpoint.
     """
     path = folder / POOLING_FILE
     if not path.exists():
@@ -151,9 +151,9 @@ def embedder_facts(
 
 
 def require_pooling(folder: Path, config: Mapping[str, Any], pooling: str) -> None:
-    """Raises InvalidCheckpoint unless `pooling` gives the embeddings that the files declare.
+    """Checks that `pooling` gives the embeddings that the files declare. Raises InvalidCheckpoint.
 
-    `pooling` "": nothing says how the model pools.
+    `pooling` is "" if nothing says how the model pools.
     """
     published, computed = pooling_of(folder), ("last", "cls", "mean")
     if not is_encoder(config):  # hidden states of earlier chunks are gone

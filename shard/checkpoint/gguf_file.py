@@ -57,7 +57,7 @@ class GgufFile:
     size: int
 
     def require_bytes(self, sizes: Mapping[str, int]) -> None:
-        """Raises InvalidCheckpoint unless tensors of these sizes lie in the file and apart."""
+        """Checks that tensors of these sizes lie in the file, apart. Raises InvalidCheckpoint."""
         end, last = 0, ""
         for tensor in sorted(self.tensors.values(), key=lambda each: each.offset):
             if tensor.offset < end:

@@ -72,7 +72,7 @@ class QwenLayout(HeadLayout):
 
 
 class NextnLayout(HeadLayout):
-    """One decoder layer behind the last of DeepSeek-V3 and GLM-4.x-MoE, with what joins it on.
+    """One decoder layer after the last of DeepSeek-V3 and GLM-4.x-MoE, with what joins it on.
 
     `model.layers.{num_hidden_layers}.*`: enorm, hnorm, eh_proj, shared_head.norm, the layer as in
     the backbone, and from some publishers copies of the embeddings and lm_head.
@@ -285,7 +285,7 @@ class MimoV2Layout(HeadLayout):
 
 
 class StepLayout(HeadLayout):
-    """One decoder layer behind the last of Step-3.5: a NextN head with a dense MLP.
+    """One decoder layer after the last of Step-3.5: a NextN head with a dense MLP.
 
     Further layers are left where they are, and so are its copies of the ends.
     """

@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 Shapes = Iterator[tuple[str, Shape]]
 Config = Mapping[str, Any]
 HeadTensors = Mapping[str, Tensor]
-"""A head's tensors by canonical name: the part of the name behind the layout's prefix."""
+"""A head's tensors by canonical name: the part of the name after the layout's prefix."""
 
 LayoutName = Literal["qwen", "nextn", "mimo", "ernie", "longcat", "nemotron", "mimo_v2", "step"]
 
@@ -83,7 +83,7 @@ def grouped_attention_shapes(
     biased: Sequence[str] = (),
     normed: bool = True,
 ) -> Shapes:
-    """`query`: rows of q_proj for one of a query. `width`: of a head; None: config.json's."""
+    """`query`: rows of q_proj for one of a query. `width`: of a head, if not config.json's."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     width = width or size(config, "head_dim") or hidden // max(heads, 1)
     rows = {

@@ -73,7 +73,7 @@ class PrefixFile:
     """An open file whose description has matched its checksum. Its tensors are still to be read."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        """Raises ValueError for a file that was changed."""
+        """Reads the description. Raises ValueError for a file that was changed."""
         self._file = file
         self.size = _size_of_regular(file)
         header_bytes = _header_size(self._bytes_at(0, 8))

@@ -43,7 +43,7 @@ class Vision:
     merge: int
     """Patches of a row's side."""
     section: tuple[int, ...] = ()
-    """See `RopePositions`; empty: positions of image rows are their numbers."""
+    """See `RopePositions`; empty if positions of image rows are their numbers."""
     deep: int = 0
     """The model's first layers whose outputs get features added: deepstack."""
     image_rows: int = 0
@@ -64,7 +64,7 @@ class Vision:
 
 
 def vision_of(config: Facts) -> Vision | None:
-    """None: the model reads text only, or its images are none that this engine knows."""
+    """How the model reads images, or None if it reads none that this engine knows."""
     tower: Any = config.get("vision_config")
     read = _FAMILIES.get(str(config.get("model_type")))
     return read(config, cast("Facts", tower)) if read and isinstance(tower, dict) else None

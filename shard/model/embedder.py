@@ -37,17 +37,17 @@ POOLINGS: Final[Mapping[str, Callable[[mx.array], mx.array]]] = {
 
 
 PADDING: Final = -1
-"""The id of rows behind the end of an input in a batch."""
+"""The id of rows after the end of an input in a batch."""
 _MOST_SCORES: Final = 1 << 24
 """Limit of the scores of all heads that attention keeps at once, where it is not fused."""
 _PACKAGE: Final = "mlx_vlm.models."
 
 
 class Embedder:
-    """A model whose hidden states behind its final norm are read; it has no logits."""
+    """A model whose hidden states after its final norm are read; it has no logits."""
 
     def __init__(self, model: nn.Module, hidden_size: int) -> None:
-        """Raises LoadFailed for a class that does not give them."""
+        """Tries the model on one row. Raises LoadFailed if its class gives no hidden states."""
         self._encode = encoder_states(model)
         self.is_encoder = self._encode is not None
         """Whether it reads a text in one forward, and has no caches."""
@@ -66,7 +66,7 @@ class Embedder:
             )
 
     def hidden(self, tokens: mx.array, caches: Sequence[object] | None) -> mx.array:
-        """Appends ids (B, n) to the caches -> (B, n, H); None: there are no caches."""
+        """Appends ids (B, n) to the caches -> (B, n, H). An encoder has none."""
         if self._encode is not None:
             return self._encode(tokens)
         return cast("mx.array", self._body(tokens, cache=caches))
@@ -81,13 +81,13 @@ class _Mask:
     """The rows that attention sees; the class passes it on without reading it."""
 
     is_text: mx.array | None
-    """(B, n); None: no row is padding."""
+    """(B, n), or None if no row is padding."""
     window: int = 0
-    """Rows on either side; 0: all."""
+    """Rows on either side, or 0 for all."""
 
     def part(self, start: int, end: int, first: int, last: int) -> mx.array | None:
-        """The mask of queries [start, end) and keys [first, last), for all heads; None: it hides
-        no key."""
+        """The mask of queries [start, end) and keys [first, last) for all heads, or None if it
+        hides no key."""
         queries, keys = mx.arange(start, end)[:, None], mx.arange(first, last)
         visible = None if self.is_text is None else self.is_text[:, None, first:last]
         if self.window:
@@ -135,7 +135,7 @@ _MODULES: Final = {
 
 
 def encoder_states(model: nn.Module) -> Callable[[mx.array], mx.array] | None:
-    """Hidden states (B, n, H) of ids (B, n), PADDING behind each input; None: it is no encoder."""
+    """Hidden states (B, n, H) of ids (B, n) with PADDING after them, or None for no encoder."""
     name = type(model).__module__
     if not name.startswith(_PACKAGE):
         return None

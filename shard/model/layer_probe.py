@@ -49,7 +49,7 @@ def probe_layers(
 ) -> LayerTimes:
     """Times layers [first, end) of a loaded stage; on the compute thread, before it serves.
 
-    `drafts`: the most of a verify; 0: as for 3. `chunk`: rows of a prompt's forward.
+    `drafts`: the most of a verify, or 0 to time 3. `chunk`: rows of a prompt's forward.
 
     A single row is a decode step; the hidden states are random, so that a mixture's router spreads
     them over its experts as text would.

@@ -15,7 +15,7 @@ class LayerCalls:
     caches: int
     """The number of caches of one request."""
     extra_outputs: int = -1
-    """Outputs of a layer beside hidden states, as a tuple; -1: it returns an array."""
+    """Outputs of a layer beside hidden states, as a tuple, or -1 if it returns an array."""
     caches_by_call: list[tuple[int, frozenset[int]]] = field(
         default_factory=list[tuple[int, frozenset[int]]]
     )

@@ -63,13 +63,13 @@ class Loaded:
     """A `DraftHead`, or None."""
     head_state: str = ""
     tower: Tower | None = None
-    """None: it reads no images, for the reason `images`."""
+    """The vision tower, or None for the reason `images`."""
     images: str = ""
     weight_bytes: int = 0
     head_bytes: int = 0
     checkpoint_bytes_read: int = 0
     fingerprint: str = ""
-    """The hash of config.json and the safetensors headers; "": it is of no checkpoint."""
+    """The hash of config.json and the safetensors headers, or "" without a checkpoint."""
     kernels: tuple[KernelChoice, ...] = ()
     """The kernels of the layers and the reasons for them, on CUDA and CPUs; else empty."""
 

@@ -71,7 +71,7 @@ def open_model(folder: Path, *, pooling: str = "") -> nn.Module:
 
 
 def require_layers(model: nn.Module, first: int, end: int) -> None:
-    """Raises LoadFailed unless the model has layers [first, end)."""
+    """Checks that the model has layers [first, end). Raises LoadFailed."""
     layers = len(cast(Any, model).layers)
     if not 0 <= first < end <= layers:
         raise LoadFailed(f"{layer_range(first, end)} do not exist: the model has {layers}")

@@ -80,11 +80,11 @@ class _Result(BaseModel):
 
 
 def require_splittable(config: Mapping[str, Any], first: int, end: int, folder: str) -> None:
-    """Raises LoadFailed if a stage of layers [first, end) of this config.json fails its check.
+    """Checks a stage of layers [first, end) of this config.json. Raises LoadFailed.
 
     The error's `param` names the layers at which stages may begin, as far as they were determined.
-    The result is stored in `folder` ("": not at all) for this structure, stage, mlx-lm and MLX: the
-    check takes seconds.
+    The result is stored in `folder`, unless it is "", for this structure, stage, mlx-lm and MLX:
+    the check takes seconds.
     """
     small = json.dumps(small_config(config), sort_keys=True)
     key = small, first, end, version("mlx-lm"), version("mlx"), _SCHEDULE_VERSION
@@ -264,7 +264,7 @@ def _whole_step(stage: StageModel, ids: mx.array, caches: list[Any]) -> _WholeSt
 def _stage_step(
     stage: StageModel, ids: mx.array, caches: list[Any], *, whole_steps: Iterator[_WholeStep]
 ) -> None:
-    """Raises _Difference."""
+    """Runs one step of the stage and compares it. Raises _Difference."""
     records, logits = next(whole_steps)
     input_states = records.inputs[stage.first] if stage.first else None
     _compare(

@@ -15,6 +15,6 @@ class StageLimits:
     context_length: int
     vocabulary: int
     kv_bits: int = 0
-    """Bits of a number in attention's caches, for the stats; 0: those of `dtype`."""
+    """Bits of a number in attention's caches, for the stats, or 0 for those of `dtype`."""
     dtype_reason: str = ""
     """The reason for `dtype`, for the stats."""

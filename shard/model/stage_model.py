@@ -67,8 +67,8 @@ class StageModel:
         kv: KvQuantisation | None = None,
         rope_positions: RopePositions | None = None,
     ) -> None:
-        """`kv` None: attention's caches are not quantised. `rope_positions`: what the ropes of
-        `model` were given; None: nothing, so all of its positions are those of text."""
+        """`kv`: how attention's caches are quantised, or None. `rope_positions`: what the ropes of
+        `model` were given, or None if all of its positions are those of text."""
         self.model = model
         self.kv = kv
         self.rope_positions = rope_positions or RopePositions()
@@ -111,7 +111,7 @@ class StageModel:
         return self._call(recorded_layers(self._layers, records), tokens, None, caches), records
 
     def check_quantised(self, hidden_size: int, dtype: mx.Dtype, source: Source = "card") -> None:
-        """Raises LoadFailed if the model cannot compute with caches quantised by `kv`.
+        """Checks that the model computes with caches quantised by `kv`. Raises LoadFailed.
 
         `source`: whose `kv_bits` that is, for the remedy. Only the graph of one row is built;
         nothing is computed.

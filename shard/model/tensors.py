@@ -60,7 +60,7 @@ def last_row_is_finite(data: bytes, dtype: str, rows: int) -> bool:
 
 
 def require_finite(data: bytes, dtype: str, position: int, rows: int, stage: str) -> None:
-    """Raises NumericError if the last row of a stage's hidden states is not finite."""
+    """Checks the last row of a stage's hidden states. Raises NumericError if it is not finite."""
     if not last_row_is_finite(data, dtype, rows):
         raise NumericError(
             f"{stage} gave hidden states that are not finite at position {position + rows - 1}, in "

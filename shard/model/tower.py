@@ -62,7 +62,7 @@ class Tower:
         return sum(p.nbytes for p in parameters_of(self._module))
 
     def features(self, image: PreparedImage) -> Features:
-        """Raises InvalidRequest for an image that does not fit the tower."""
+        """Encodes an image; lazy. Raises InvalidRequest if it does not fit the tower."""
         if not self._module.fits(image):
             raise InvalidRequest(
                 "the model's preprocessor_config.json does not fit its vision tower; use a whole "
@@ -118,7 +118,7 @@ def _tensors(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _filled(vision: Vision, weights: dict[str, mx.array], config: Mapping[str, Any]) -> Any:
-    """Raises ImportError, and what a module of other shapes raises."""
+    """The module with its weights. Raises ImportError, and the errors of other shapes."""
     module: Any = _KINDS[vision.kind](vision, config)
     named = module.named(weights)
     packed = {name.removesuffix(".scales") for name in named if name.endswith(".scales")}

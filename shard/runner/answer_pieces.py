@@ -35,7 +35,7 @@ class AnswerPieces:
         tools: Tools,
         in_parts: bool = False,
     ) -> None:
-        """`parse` None: the request declares no tools. `in_parts`: calls are sent while they are
+        """`parse`: None if the request declares no tools. `in_parts`: calls are sent while they are
         being written, if their format allows."""
         chosen = format.with_tools(tools) if parse is not None else format.without_calls()
         self._plain, self._in_parts = chosen.plain, in_parts

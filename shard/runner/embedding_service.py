@@ -88,7 +88,7 @@ class EmbeddingService(peer_pb2_grpc.GeneratorServicer):
             await refuse(context, fault)
 
     async def FindPrefix(self, request: pb.GenerateRequest, context: "Context") -> pb.CachedPrefix:
-        """Nothing: no input begins behind another's."""
+        """Nothing: no input begins after another's."""
         return pb.CachedPrefix()
 
     async def ReadPrefix(
@@ -178,7 +178,7 @@ class EmbeddingService(peer_pb2_grpc.GeneratorServicer):
             raise InvalidRequest(f"'{field}': {fault.message}", param=field) from fault
 
     async def _frame_tokens(self) -> tuple[list[int], list[int]]:
-        """The tokens that the tokenizer itself puts in front of every text, and behind it.
+        """The tokens that the tokenizer itself puts before and after every text.
 
         Raises LoadFailed if there are none where an embedding is read from such a token's row.
         """

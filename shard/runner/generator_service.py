@@ -56,7 +56,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         sender: PrefixSender | None = None,
         fetcher: PrefixFetcher | None = None,
     ) -> None:
-        """`sender`, `fetcher`: None: states of prompts do not move to other runners, or here."""
+        """`sender`, `fetcher`: of states to and from other runners, or None if they do not move."""
         self._sender = sender
         self._fetcher = fetcher
         self._prompts = prompts
@@ -175,7 +175,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
     async def ReadPrefix(
         self, request: pb.PrefixRequest, context: "Context"
     ) -> AsyncIterator[pb.FileChunk]:
-        """Streams the state behind a prompt's longest cached prefix."""
+        """Streams the state after a prompt's longest cached prefix."""
         try:
             if self._sender is None:
                 raise InvalidRequest("states of this runner do not move", param="key")

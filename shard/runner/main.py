@@ -106,7 +106,7 @@ class Runner:
         os._exit(1)
 
     async def run(self) -> None:
-        """Raises ExoNodeError when the stage cannot be loaded."""
+        """Loads the stage and serves it. Raises ExoNodeError if it cannot be loaded."""
         watched = asyncio.create_task(self._report.send_while_loading())
         try:
             with compiling_apart() as keep_compiled:

@@ -40,7 +40,7 @@ def prefix_disk_of(spec: pb.StageSpec, loaded: Loaded) -> PrefixDisk | None:
 
 
 def shared_prefix_key(spec: pb.StageSpec, loaded: Loaded) -> str:
-    """The key under which runners of other replicas may use this one's states; empty: none may.
+    """The key under which runners of other replicas may use this one's states, or "" if none may.
 
     It covers what the key on disk covers, with samples of the weights in place of the times of
     their files, which differ between machines, and what of the machine decides results. States of

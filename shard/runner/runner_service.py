@@ -18,13 +18,13 @@ class EpochFence:
         """None until a head connected this runner."""
 
     def enter(self, epoch: pb.Epoch) -> None:
-        """Raises InvalidRequest unless `epoch` is higher than the present one."""
+        """Enters a higher epoch. Raises InvalidRequest if it is not."""
         if self.epoch is not None and _order(epoch) <= _order(self.epoch):
             raise self._refusal()
         self.epoch = epoch
 
     def require(self, epoch: pb.Epoch) -> None:
-        """Raises InvalidRequest unless `epoch` is the present one."""
+        """Checks that `epoch` is the present one. Raises InvalidRequest."""
         if self.epoch is None or _order(epoch) != _order(self.epoch):
             raise self._refusal()
 

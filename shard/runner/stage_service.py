@@ -48,7 +48,7 @@ class NextStage:
         on_frame: Callable[[pb.Frame], None],
         on_lost: Callable[[PeerLost], None],
     ) -> OutgoingStream:
-        """Raises PeerLost, and InvalidRequest unless `epoch` is the runner's own.
+        """Opens a stream in the runner's epoch. Raises PeerLost, and InvalidRequest for another.
 
         Another head may take the runner into its epoch while the stream opens.
         """

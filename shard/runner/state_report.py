@@ -31,7 +31,7 @@ KEEP_EVERY_S = 30.0
 
 
 class Parent:
-    """The socket to the node. Messages are protobuf behind a four-byte big-endian length."""
+    """The socket to the node. Messages are protobuf after a four-byte big-endian length."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -140,7 +140,7 @@ class StateReport:
         _ = watch.save_prefix()
         if isinstance(watch, TextEngine):
             watch.read_answer()
-        # What renews a lease waits in the same queue, behind a long forward and this.
+        # What renews a lease waits in the same queue, after a long forward and this.
         waited = time.monotonic() - asked_at
         if isinstance(watch, StageWorker):
             for request in watch.expire(self._spec.lease_s + waited):

@@ -1,4 +1,4 @@
-"""The Stage service of a stage behind the first one: computes frames and passes them on."""
+"""The Stage service of a stage after the first one: computes frames and passes them on."""
 
 import asyncio
 from collections.abc import Callable
@@ -60,7 +60,7 @@ class WorkerService(StageService):
         """Runs `work` on the compute thread, then `then` on the event loop with its future, which
         is cancelled if the job was dropped.
 
-        `block`: the block that `work` computes; None: it computes none.
+        `block`: the block that `work` computes, or None.
         """
         loop, (run, future) = asyncio.get_running_loop(), as_job(work)
         future.add_done_callback(lambda result: loop.call_soon_threadsafe(then, result))
@@ -120,7 +120,7 @@ class WorkerService(StageService):
         def finished(future: "Future[None]") -> None:
             if (fault := future.exception()) is not None:
                 self.send_failures(frame, fault, incoming)
-            if self._spec.stage + 1 < self._spec.num_stages:  # behind the last is the generator
+            if self._spec.stage + 1 < self._spec.num_stages:  # after the last is the generator
                 self._following.send([frame])
 
         self._compute_then(lambda: work(key), finished)

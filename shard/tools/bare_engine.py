@@ -75,7 +75,7 @@ def bare_request(
     alone: bool = False,
     **fields: Any,
 ) -> Request:
-    """A request that drafts `k` tokens each round; `sampler` None: greedily."""
+    """A request that drafts `k` tokens each round; without `sampler` greedily."""
     ends = prefill_ends(prompt, chunk)
     chooser = sampler or Sampler(Sampling(), 0, (), prompt)
     parameters = Parameters(

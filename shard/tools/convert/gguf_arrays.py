@@ -108,7 +108,7 @@ _FLOATS: Final = {0: np.dtype("<f4"), 1: np.dtype("<f2")}
 
 
 def kept_bits(tensor: GgufTensor) -> int | None:
-    """The bits of a matrix that stays as it is; None: it becomes bfloat16."""
+    """The bits of a matrix that stays as it is, or None if it becomes bfloat16."""
     return _AFFINE[tensor.kind][0] if tensor.kind in _AFFINE and len(tensor.shape) > 1 else None
 
 
@@ -129,7 +129,8 @@ def written_bytes(tensor: GgufTensor, bits: int | None) -> int:
 def read_arrays(file: GgufFile, tensor: GgufTensor, bits: int | None, minus: float) -> Arrays:
     """A tensor's arrays by the ends of their names: `weight`, of groups `scales` and `biases` too.
 
-    `bits`: of a kept or a newly quantised matrix, None: bfloat16. `minus` is subtracted in float32.
+    `bits`: of a kept or a newly quantised matrix, or None for bfloat16. `minus` is subtracted in
+    float32.
     Raises InvalidCheckpoint and OSError.
     """
     width = tensor.shape[-1]
@@ -180,7 +181,7 @@ def _groups(file: GgufFile, tensor: GgufTensor, raw: Bytes, bits: int) -> Arrays
 
 
 def _packed(numbers: Bytes, bits: int) -> Bytes:
-    """Numbers of `bits` bits behind one another, the lowest bit first."""
+    """Numbers of `bits` bits after one another, the lowest bit first."""
     if bits == 8:
         return np.ascontiguousarray(numbers)
     if bits == 4:

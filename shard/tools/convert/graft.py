@@ -50,7 +50,7 @@ Arrays = dict[str, mx.array]
 
 
 def require_same_model(target: Checkpoint, source: Checkpoint) -> str:
-    """Raises InvalidCheckpoint if the head would draft nonsense.
+    """Checks that the head fits. Raises InvalidCheckpoint if it would draft nonsense.
 
     Returns a note about a missing check, or "".
     """

@@ -30,7 +30,7 @@ _WEIGHT: Final = ".weight"
 class ImportRequest(ChildRequest):
     """The command's request.
 
-    `bits` None: what does not stay as it is becomes bfloat16. `dense`: everything does.
+    `bits`: of what does not stay as it is, or None for bfloat16. `dense`: everything does.
     """
 
     source: str
@@ -138,7 +138,7 @@ def _end_tokens(texts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _check_texts(file: GgufFile, folder: Path) -> None:
-    """Raises InvalidCheckpoint unless the tokenizers library reads what was written."""
+    """Checks that the tokenizers library reads what was written. Raises InvalidCheckpoint."""
     try:
         _ = Tokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # the library raises no narrower one

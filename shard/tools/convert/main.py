@@ -35,7 +35,7 @@ _OWN: Final = ("config.json", INDEX_FILE)
 class ConvertRequest(ChildRequest):
     """The command's request.
 
-    `bits` None: the backbone of `source` stays as it is; `target` is `source` or a new folder of
+    `bits`: None if the backbone of `source` stays as it is; `target` is `source` or a new folder of
     links to it. `head`: the folder of the head, "" for `source`'s own; `head_files`: the files that
     are present in it, empty for all.
     """

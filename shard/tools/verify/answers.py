@@ -25,7 +25,7 @@ from .subject import Forwards, ModelUnderTest, answer, answers_together
 Floats = npt.NDArray[np.float64]
 
 NEAR_TIE_MARGIN = 4
-"""Multiple of tau: caches of a long answer add up more rounding than the rows behind tau."""
+"""Multiple of tau: caches of a long answer add up more rounding than the rows of tau."""
 MIN_BATCH = 4
 SEEDED = Sampling(temperature=0.8, top_p=0.95, seed=7)
 SAMPLINGS = (Sampling(temperature=1.0), Sampling(temperature=0.8, top_k=8))

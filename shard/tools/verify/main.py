@@ -39,7 +39,7 @@ Note = Callable[[str], None]
 class VerifyRequest(ModelRequest):
     """The command's request.
 
-    `k` 0: the card's max_k. `json_file` "": no JSON; "-": only JSON, on stdout.
+    `k`: 0 for the card's max_k. `json_file`: "" for no JSON, "-" for JSON alone on stdout.
     """
 
     k: Annotated[int, Field(ge=0, le=8)]

@@ -56,7 +56,7 @@ class Report:
     checks: tuple[Check, ...]
     seconds: float
     kernels: tuple[str, ...] = ()
-    """The kernels of the layers and the reasons for them; empty: only MLX's."""
+    """The kernels of the layers and the reasons for them; empty if all are MLX's."""
 
     @property
     def verdict(self) -> Verdict:

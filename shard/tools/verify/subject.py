@@ -106,7 +106,7 @@ def answers_together(
 ) -> list[tuple[Round, ...]]:
     """The rounds of answers of exactly `tokens` tokens, computed in one batch.
 
-    `sampling` None: greedy. `top` as in `Request.top_logprobs`.
+    Greedy without `sampling`. `top` as in `Request.top_logprobs`.
     """
     engine = bare_engine(
         subject.target,
