@@ -13,7 +13,7 @@ from .batch_prompts import prefill_together
 from .caches.batch_caches import drop_rejected, left_aligned
 from .caches.positions import Positions
 from .caches.rollback import parts_of, rollback
-from .probe import PROMPT_ROWS, Identity, Subject, lengthen, live_arrays, probe_ids
+from .probe import PROMPT_ROWS, Identity, Subject, equal_arrays, lengthen, live_arrays, probe_ids
 from .seams import as_row
 from .targets import FamilyTarget
 
@@ -62,9 +62,7 @@ def _same_prompts(target: FamilyTarget, subject: Subject) -> bool:
             assert expected.hidden is not None
             same &= mx.array_equal(expected.hidden, hidden[index])
             same &= mx.array_equal(expected.logits, target.logits_of(hidden[index][:, -1:]))
-            arrays_together = live_arrays(together[index])
-            for mine, theirs in zip(live_arrays(caches), arrays_together, strict=True):
-                same &= mx.array_equal(mine, theirs)
+            same &= equal_arrays(live_arrays(caches), live_arrays(together[index]))
     return bool(same.item())
 
 
@@ -92,12 +90,9 @@ def _same(subject: Subject, prompts: Sequence[list[Any]], k: int, size: int) -> 
         if kept_rows[index] < k + 1:
             rollback(caches, k + 1 - kept_rows[index])
         expected_next = target.forward(as_row(ids[index][-1:]), caches, want="all").logits
-        same &= mx.array_equal(expected, logits[index]) & mx.array_equal(
-            expected_next, next_logits[index]
-        )
+        pairs = (expected, expected_next), (logits[index], next_logits[index])
         arrays_together = live_arrays([cache.of(index) for cache in together])
-        for mine, theirs in zip(live_arrays(caches), arrays_together, strict=True):
-            same &= mx.array_equal(mine, theirs)
+        same &= equal_arrays(*pairs) & equal_arrays(live_arrays(caches), arrays_together)
     return bool(same.item())
 
 

@@ -78,7 +78,7 @@ def greedy_identity(subject: Subject, k: int) -> Identity:
     prompt = subject.read()  # once: on a slow machine that is most of the time
     every = range(2, k + 2)
     for rows in subject.contexts(k):
-        # Behind a long context only attention differs, and forwards take longer.
+        # After a long context only attention differs, and forwards take longer.
         widths = every if rows == PROMPT_ROWS else sorted({*every[:1], *every[-1:]})
         if _same_behind(rows, subject, prompt, widths) != set(widths):
             return "near_tie"
@@ -228,7 +228,7 @@ def fixed_rows_identity(subject: Subject, rows: int) -> FixedRowsCheck:
             for i in range(at, at + num_kept):
                 expected[i] = _forward_padded(subject, ids[i : i + 1], plain, rows, 1)[0]
             at += num_kept
-            if not _equal(live_arrays(plain), live_arrays(mixed)):
+            if not equal_arrays(live_arrays(plain), live_arrays(mixed)).item():
                 return FixedRowsCheck(False, _refusal("what it writes into the caches", real, rows))
     for real, position, logits in results:
         if position in expected and not mx.array_equal(expected[position], logits).item():
@@ -250,6 +250,14 @@ def live_arrays(caches: Sequence[object]) -> list[mx.array]:
     return arrays
 
 
+def equal_arrays(some: Sequence[mx.array], others: Sequence[mx.array]) -> mx.array:
+    """() whether two lists hold the same arrays; lazy."""
+    same = mx.array(len(some) == len(others))
+    for a, b in zip(some, others, strict=False):
+        same &= mx.array_equal(a, b)
+    return same
+
+
 def _forward_padded(
     subject: Subject, ids: Sequence[int], caches: list[Any], rows: int, num_kept: int
 ) -> mx.array:
@@ -260,12 +268,6 @@ def _forward_padded(
         rollback(caches, rows - num_kept)
     mx.eval(logits)
     return logits
-
-
-def _equal(some: Sequence[mx.array], others: Sequence[mx.array]) -> bool:
-    return len(some) == len(others) and all(
-        mx.array_equal(a, b).item() for a, b in zip(some, others, strict=True)
-    )
 
 
 def _refusal(what: str, real: int, rows: int) -> str:

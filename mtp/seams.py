@@ -53,7 +53,7 @@ class StopCondition(Protocol):
     """Decides, token by token as in plain decoding, when an answer ends."""
 
     def push(self, token: int) -> FinishReason | None:
-        """Adds `token` to the answer. Returns why the answer ends with it; None if it does not."""
+        """Adds `token`. Returns why the answer ends with it, or None if it does not."""
         ...
 
 

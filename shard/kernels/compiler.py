@@ -32,7 +32,7 @@ class Compiler:
     architecture: str
     includes: tuple[Path, ...]
     folder: Path | None
-    """The folder of compiled code. None: code is not stored."""
+    """The folder of compiled code, or None if code is not stored."""
 
     def compiled(self, text: str) -> bytes:
         """The machine code of `text`. Raises CannotCompile with NVRTC's first error."""

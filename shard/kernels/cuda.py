@@ -164,7 +164,7 @@ class CudaKernel:
 
 @cache
 def _compiler() -> Compiler | None:
-    """The compiler of this machine. None: MLX compiles."""
+    """The compiler of this machine, or None if MLX compiles."""
     if not available():
         return None
     try:

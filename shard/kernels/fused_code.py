@@ -137,7 +137,7 @@ async def wait_for_save(saving: "Future[None]") -> None:
 
 
 def _private_code() -> FusedCode | None:
-    """A folder for this process. None if none can be made, which MLX reports if it compiles."""
+    """A folder for this process, or None if none can be made, which MLX reports if it compiles."""
     for cache in (users_folder(), None):
         try:
             return FusedCode(cache)
@@ -147,7 +147,7 @@ def _private_code() -> FusedCode | None:
 
 
 def users_folder() -> Path | None:
-    """The folder in the user's cache. None if others can write to it, or it cannot be made.
+    """The folder in the user's cache, or None if others can write to it, or it cannot be made.
 
     Its name contains MLX's version and the target that it compiles for: a home may be on a
     network, and a machine may have two kinds of GPU.

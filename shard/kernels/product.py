@@ -30,7 +30,7 @@ class Product(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The shape and storage that a kernel is chosen for. `bits` 0: not quantised."""
+    """The shape and storage that a kernel is chosen for; `bits` is 0 if they are not quantised."""
 
     features: int
     inputs: int
@@ -268,7 +268,7 @@ def unfit(weights: Weights) -> str:
 
 
 def weights_of(layer: nn.Module) -> Weights | None:
-    """The weights of a layer; None if it is not a product or adds a bias."""
+    """The weights of a layer, or None if it is not a product or adds a bias."""
     m: Any = layer
     if type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
         return None if m.mode != "affine" or m.get("bias") is not None else quantised_weights(layer)

@@ -51,7 +51,7 @@ class HiddenBlock:
     """Hidden states of one or several requests, complete."""
 
     members: tuple[BlockMember, ...]
-    """In the order of the rows. If there are several, each has one row, behind its prompt."""
+    """In the order of the rows. If there are several, each has one row, after its prompt."""
     rows: int
     """Rows of each request."""
     tokens: tuple[int, ...]
@@ -60,14 +60,14 @@ class HiddenBlock:
     data: bytes
     """(requests, rows, hidden_size) in the wire's order."""
     replayed: tuple[Replayed, ...] = ()
-    """The forwards of an earlier attempt that the block repeats; empty: it is one forward."""
+    """The forwards of an earlier attempt that the block repeats, or empty if it is one forward."""
     near_tie: bool = False
     """Whether a stage computed it in a shared forward that may round otherwise than a single one.
     """
     places: tuple[int, ...] = ()
-    """(3, rows) positions of a chunk with rows of images; empty: `delta` says them."""
+    """(3, rows) positions of a chunk with rows of images, or empty if `delta` gives them."""
     border: "pb.Border.ValueType" = pb.BORDER_UNSPECIFIED
-    """Whether stages cache the state behind it; see `shard/engine/prefixes/borders.py`."""
+    """Whether stages cache the state after it; see `shard/engine/prefixes/borders.py`."""
 
     @property
     def is_round(self) -> bool:
@@ -83,7 +83,7 @@ class HiddenBlock:
 def cut(
     block: HiddenBlock, placement: str, stage: int, dtype: str, hidden_size: int
 ) -> Iterator[pb.Frame]:
-    """The frames of a block for `stage` (num_stages: back to the first stage).
+    """The frames of a block for `stage`, or back to the first stage if it is num_stages.
 
     A chunk without data becomes a frame that confirms its computation.
     """

@@ -23,7 +23,7 @@ class Trip:
     block: HiddenBlock | None = None
     """The answer to a block of hidden states."""
     prefix_rows: list[int] = field(default_factory=list[int])
-    """The answer to a prefix query: rows behind which all stages have cached the state."""
+    """The answer to a prefix query: rows after which all stages have cached the state."""
     faults: dict[Key, ExoNodeError] = field(default_factory=dict[Key, ExoNodeError])
     """Errors by member; other members have their rows in `block`."""
 
@@ -49,8 +49,8 @@ class StageLink(Protocol):
     def ask_prefixes(
         self, key: Key, ids: Sequence[int], schedule: Sequence[int], ends: Sequence[int]
     ) -> Trip:
-        """Queries behind which of `ends` all stages have cached the state; the attempt may begin
-        behind one of them.
+        """Queries after which of `ends` all stages have cached the state; the attempt may begin
+        after one of them.
 
         They are row counts of `ids`, which forwards of `schedule` rows each read.
         """

@@ -19,7 +19,7 @@ class SeenAttempts:
         self._expired: OrderedDict[str, int] = OrderedDict()
 
     def latest(self, request: str) -> int:
-        """The last attempt; 0 if there was none."""
+        """The last attempt, or 0 if there was none."""
         return self._latest.get(request, 0)
 
     def add(self, request: str, attempt: int, live: Container[str]) -> None:

@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-Key = tuple[str, int]
-"""A request and its attempt."""
+from .link import Key
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +36,7 @@ class StageQueue:
         return len(self._first) + len(self._chunks)
 
     def add_round(self, members: Collection[Key], run: Callable[[], None]) -> None:
-        """Adds a round of `members`; no members: a job without a forward."""
+        """Adds a round of `members`, or a job without a forward if there are none."""
         with self._lock:
             self._first.append(_Job(frozenset(members), run))
 
@@ -49,7 +48,7 @@ class StageQueue:
             self._chunks.append(_Job(frozenset([member]), run, dropped))
 
     def next(self) -> Callable[[], None] | None:
-        """Removes the next job and returns it; None if there is none."""
+        """Removes and returns the next job, or None if there is none."""
         with self._lock:
             served_again = self._first and not self._first[0].members.isdisjoint(
                 self._served_requests
