@@ -24,8 +24,7 @@ from .trust.cluster_key import Keyring
 
 log = logging.getLogger(__name__)
 
-_MAX_HEARTBEAT_MODELS = 500
-"""Models in a heartbeat, which may be 4 MB."""
+_MAX_HEARTBEAT_MODELS = 500  # a heartbeat may be 4 MB
 
 
 class LocalNode:
@@ -72,16 +71,16 @@ class LocalNode:
         """Bytes of this machine's memory that stages may take."""
         return self._hardware.usable_bytes
 
+    def about(self) -> pb.NodeFacts:
+        """The facts that nodes of other clusters receive; strangers may cause it often."""
+        name, chip, v = self.settings.name, self._hardware.chip, self.version
+        return pb.NodeFacts(name=name, chip=chip, version=v, host=self.host, port=self.grpc_port)
+
     def facts(self) -> pb.NodeFacts:
         """The facts of this node for a heartbeat, as a new message that callers may extend."""
         fixed_mtp = self.switches.fixed("native_mtp_enabled")
         facts = pb.NodeFacts(
             id=self.id,
-            name=self.settings.name,
-            version=self.version,
-            host=self.host,
-            port=self.grpc_port,
-            chip=self._hardware.chip,
             memory_bytes=self._hardware.usable_bytes,
             memory_bandwidth=self._hardware.bandwidth,
             backend=self._hardware.backend,
@@ -98,6 +97,7 @@ class LocalNode:
             default_draft_tokens=self.settings.native_mtp_default_k,
             kv_bits=self.settings.kv_bits,
         )
+        facts.MergeFrom(self.about())
         return self.profiling.add_to(facts)
 
     async def scan_models(self, every_s: float) -> None:

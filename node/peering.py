@@ -53,7 +53,7 @@ class PeerWiring:
             desired,
             local.loops,
         )
-        state = JoinState(keys, local.facts, self.cluster, self.ending, local.events, timing)
+        state = JoinState(keys, local.about, self.cluster, self.ending, local.events, timing)
         self.joining = Joining(state, self.client, self._requests, local.loops)
         self.search = PeerSearch(local, self.cluster, self.joining)
 

@@ -165,10 +165,7 @@ def _kept_text(matrices: dict[str, int]) -> str:
 
 @models.command()
 def check(
-    model: _Checked,
-    models_dir: ModelsDir = None,
-    data_dir: DataDir = None,
-    as_json: AsJson = False,
+    model: _Checked, models_dir: ModelsDir = None, data_dir: DataDir = None, as_json: AsJson = False
 ) -> None:
     """Check a model's files, and say what its MTP head is.
 

@@ -84,10 +84,7 @@ def deny(node: _Candidate = None, port: LocalPort = None, data_dir: DataDir = No
 
 
 def join(
-    cluster_key: _Key = "-",
-    again: _Again = False,
-    port: LocalPort = None,
-    data_dir: DataDir = None,
+    cluster_key: _Key = "-", again: _Again = False, port: LocalPort = None, data_dir: DataDir = None
 ) -> None:
     """Put this node into the cluster that has the key.
 

@@ -227,11 +227,7 @@ def lines_text(lines: Mapping[str, str]) -> str:
 
 
 def recommendation_text(
-    here: Sequence[Json],
-    cluster: Sequence[Json],
-    width: int | None = None,
-    *,
-    place: str = "",
+    here: Sequence[Json], cluster: Sequence[Json], width: int | None = None, *, place: str = ""
 ) -> str:
     """Models that fit this machine, then those that fit its cluster, and how to get the first.
 

@@ -43,10 +43,7 @@ class Reading:
 
 
 def top(
-    once: _Once = False,
-    port: LocalPort = None,
-    data_dir: DataDir = None,
-    as_json: AsJson = False,
+    once: _Once = False, port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = False
 ) -> None:
     """Watch nodes, models, requests and tokens a second.
 

@@ -37,15 +37,7 @@ ROUNDS: Final = 20
 
 Role = Literal["joiner", "approver"]
 Relation = Literal["same", "ask", "asked", "both", "apart"]
-Reason = Literal[
-    "denied",
-    "wrong_code",
-    "too_many",
-    "busy",
-    "protocol",
-    "duplicate",
-    "malformed",
-]
+Reason = Literal["denied", "wrong_code", "too_many", "busy", "protocol", "duplicate", "malformed"]
 """The reason why a connection ends without a key."""
 
 

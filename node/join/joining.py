@@ -28,11 +28,7 @@ class Joining:
     """One node's joining: `listen`, then `begin`, finally `close`."""
 
     def __init__(
-        self,
-        state: JoinState,
-        client: WatchedClient,
-        requests: PendingRequests,
-        loops: Loops,
+        self, state: JoinState, client: WatchedClient, requests: PendingRequests, loops: Loops
     ) -> None:
         self.state = state
         credentials = join_credentials(state.keys.identity)

@@ -71,16 +71,13 @@ class JoinOperations:
 
         Raises InvalidRequest, JoinRequestNotFound, DigitsDiffer, JoinRefused, PeerLost.
         """
-        digits = parse_code(code)
-        if digits is None:
+        if (digits := parse_code(code)) is None:
             raise refuse_malformed_code(code)
-        party = await self._decide(id_, digits)
-        return {"id": id_, "node": party.node, "name": party.name, "approved": True}
+        return await self._decide(id_, digits)
 
     async def deny(self, id_: str) -> dict[str, Any]:
         """Refuses the node. Raises JoinRequestNotFound, PeerLost."""
-        party = await self._decide(id_, "")
-        return {"id": id_, "node": party.node, "name": party.name, "approved": False}
+        return await self._decide(id_, "")
 
     async def decide(self, decision: pb.JoinDecision) -> pb.JoinDecided:
         """Decides on a node that waits here; empty digits deny it. Raises as `approve`."""
@@ -143,14 +140,14 @@ class JoinOperations:
             "excluded": [*excluded, *(m.id for m in unreachable)],
         }
 
-    async def _decide(self, id_: str, code: str) -> pb.JoinDecided:
-        decision = pb.JoinDecision(id=id_, code=code)
+    async def _decide(self, id_: str, code: str) -> dict[str, Any]:
+        joining, decision = self._joining, pb.JoinDecision(id=id_, code=code)
         if (owner := self._owner(id_)) is None:
-            return await self.decide(decision)
-        joining = self._joining
-        return await joining.client.decide_join(
-            joining.state.members.address(owner), owner, decision
-        )
+            party = await self.decide(decision)
+        else:
+            address = joining.state.members.address(owner)
+            party = await joining.client.decide_join(address, owner, decision)
+        return {"id": id_, "node": party.node, "name": party.name, "approved": bool(code)}
 
     def _owner(self, id_: str) -> NodeId | None:
         """The member at which a request waits, or None if here. Raises JoinRequestNotFound."""

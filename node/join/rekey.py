@@ -52,8 +52,7 @@ class Rekeying:
         self._require_own_key()
         others = [m for m in self._state.members.others() if m.id not in excluded]
         answers = await asyncio.gather(
-            *(self._send(m.id, pb.JoinRekey(only_ask=True)) for m in others),
-            return_exceptions=True,
+            *(self._send(m.id, pb.JoinRekey(only_ask=True)) for m in others), return_exceptions=True
         )
         for member, answer in zip(others, answers, strict=True):
             if isinstance(answer, ExoNodeError):

@@ -79,10 +79,7 @@ def tls_contexts(credentials: Credentials, folder: Path) -> tuple[ssl.SSLContext
 
     `folder` holds the private key for a moment, because ssl reads files only.
     """
-    contexts = (
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
-    )
+    contexts = (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
     with tempfile.TemporaryDirectory(dir=folder) as private:
         pair = Path(private, "pair.pem")
         _ = pair.write_bytes(credentials.key_pem + credentials.certificate_pem)

@@ -172,12 +172,10 @@ class Profiling:
 
     def _peers(self) -> list[LinkPeer]:
         """The members with larger ids: the smaller id of a pair measures both directions."""
+        others = [member for member in self._members() if member.id > self._self]
+        hosts = {m.id: m.facts.addresses or [m.facts.host] for m in others}
         return [
-            LinkPeer(
-                member.id, tuple(f"{host}:{member.facts.port}" for host in _hosts(member.facts))
-            )
-            for member in self._members()
-            if member.id > self._self
+            LinkPeer(m.id, tuple(f"{host}:{m.facts.port}" for host in hosts[m.id])) for m in others
         ]
 
     def _busy(self, peer: NodeId) -> bool:
@@ -200,10 +198,6 @@ def _with_links(member: MemberFacts, fresh: Sequence[pb.LinkReport] | None) -> p
     del facts.links[:]
     facts.links.extend(fresh)
     return facts
-
-
-def _hosts(facts: pb.NodeFacts) -> Sequence[str]:
-    return facts.addresses or [facts.host]
 
 
 def _node(facts: pb.NodeFacts) -> dict[str, Any]:

@@ -95,9 +95,7 @@ class Hardware:
 
 
 def detect_hardware(
-    distributions: Collection[str],
-    memory_limit: int | None = None,
-    visible_gpus: str | None = None,
+    distributions: Collection[str], memory_limit: int | None = None, visible_gpus: str | None = None
 ) -> Hardware:
     """This machine. `distributions` are the installed ones; blocks for up to some seconds, and for
     one more the first time on a CPU, for which it compiles.
@@ -197,24 +195,26 @@ def _visible_gpus(visible: str | None) -> tuple[Gpu | None, int]:
 
 
 def _nvidia_smi(*options: str) -> tuple[Gpu, ...]:
-    return parse_nvidia_smi(_output((*_NVIDIA_QUERY, *options), _COMMAND_TIMEOUT_S) or "")
+    return parse_nvidia_smi(_output(*_NVIDIA_QUERY, *options) or "")
 
 
 def cpu_name() -> str:
     if sys.platform == "darwin":
-        name = _output(("sysctl", "-n", "machdep.cpu.brand_string"), _COMMAND_TIMEOUT_S)
+        name = _output("sysctl", "-n", "machdep.cpu.brand_string")
     else:
         source = Path("/proc/cpuinfo")
         name = parse_cpuinfo(source.read_text(errors="replace")) if source.exists() else None
     return (name or "").strip() or platform.machine()
 
 
-def _output(command: tuple[str, ...], timeout_s: float) -> str | None:
+def _output(*command: str) -> str | None:
     """The output of a system tool, or None where it is missing, fails or hangs."""
     if shutil.which(command[0]) is None:
         return None
     try:
-        process = subprocess.run(command, capture_output=True, timeout=timeout_s, check=True)
+        process = subprocess.run(
+            command, capture_output=True, timeout=_COMMAND_TIMEOUT_S, check=True
+        )
     except (subprocess.SubprocessError, OSError):
         return None
     return process.stdout.decode(errors="replace")

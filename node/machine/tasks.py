@@ -101,8 +101,7 @@ class Loops:
                 _ = await asyncio.wait([task])
         finally:
             if not task.done():
-                _ = task.cancel()
-                _ = await asyncio.gather(task, return_exceptions=True)
+                await cancel([task])
         return asyncio.CancelledError() if task.cancelled() else task.exception()
 
     def _ended(self, loop: _Loop, fault: BaseException) -> None:

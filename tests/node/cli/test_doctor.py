@@ -91,12 +91,7 @@ def test_who_is_not_reached_both_ways_or_has_another_time_is_told_with_a_remedy(
     states = {(each["what"], each["text"].split()[0]): each for each in findings}
     assert {
         key for key, each in states.items() if each["state"] != "ok" and key[0] != "memory"
-    } >= {
-        ("way back", "silent"),
-        ("way back", "slow"),
-        ("multicast", "silent"),
-        ("clock", "late"),
-    }
+    } >= {("way back", "silent"), ("way back", "slow"), ("multicast", "silent"), ("clock", "late")}
     assert states["clock", "slow"]["state"] == "ok"  # within the uncertainty of the measurement
     assert "TCP port 52416" in states["way back", "silent"]["remedy"]
     assert "--peer 10.0.0.2:52416" in states["multicast", "silent"]["remedy"]

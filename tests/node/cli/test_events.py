@@ -172,8 +172,7 @@ def test_events_are_behind_the_key() -> None:
 async def served(log: EventLog, query: str = "") -> AsyncGenerator[asyncio.StreamReader]:
     """The bytes of `GET /v1/events` from a server in this loop."""
     server = HttpServer(
-        build_app(Services(FakeChat(), FakeOperations(), log), no_files, LOCAL),
-        grace_s=5,
+        build_app(Services(FakeChat(), FakeOperations(), log), no_files, LOCAL), grace_s=5
     )
     await server.start("127.0.0.1", 0)
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)

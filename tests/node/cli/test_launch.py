@@ -31,6 +31,12 @@ def path_of(tools: StandIns) -> str:
     return f"{tools.folder}{os.pathsep}{os.environ['PATH']}"
 
 
+def launch(
+    stub: Stub, tools: StandIns, *words: str, **variables: str
+) -> "subprocess.CompletedProcess[str]":
+    return exo_node("launch", *words, "--port", str(stub.port), PATH=path_of(tools), **variables)
+
+
 def serve(stub: Stub, *entries: Any) -> None:
     stub.replies["/v1/models"] = as_json({"object": "list", "data": entries})
 
@@ -53,9 +59,7 @@ def test_a_model_is_loaded_before_its_tool_starts(
     preview = f"/v1/placements/preview?model={entry['id']}{query}"
     stub.replies[preview] = as_json({"best": {"context_length": 40960}})
     stub.replies["/v1/placements"] = as_json({"data": [], "context_length": 40000})
-    result = exo_node(
-        *("launch", "claude", entry["id"], *flags, "--port", str(stub.port)), PATH=path_of(tools)
-    )
+    result = launch(stub, tools, "claude", entry["id"], *flags)
     assert result.returncode == 0, result.stderr
     assert stub.bodies == ([] if sent is None else [sent])
     context = "262144" if sent is None else "40000"
@@ -104,9 +108,8 @@ def test_the_files_of_launches_long_ago_are_deleted(
         _ = (folder / name).write_text("{}")
         then = time.time() - days * 86_400
         os.utime(folder / name, (then, then))
-    variables = {"PATH": path_of(tools), "EXO_DATA_DIR": str(tmp_path)}
     for _ in range(2):
-        assert exo_node("launch", "qwen", "--port", str(stub.port), **variables).returncode == 0
+        assert launch(stub, tools, "qwen", EXO_DATA_DIR=str(tmp_path)).returncode == 0
     [own] = {path.name for path in folder.iterdir()} - ages.keys()
     assert {path.name for path in folder.iterdir()} == {*ages, own} - {old}
 
@@ -114,7 +117,7 @@ def test_the_files_of_launches_long_ago_are_deleted(
 def test_the_settings_are_shown_before_the_tool_starts(stub: Stub, tools: StandIns) -> None:
     serve(stub, LOADED)
     tools.add("codex", "print('started', flush=True)")
-    result = exo_node("launch", "codex", "--port", str(stub.port), PATH=path_of(tools))
+    result = launch(stub, tools, "codex")
     assert result.stdout == "started\n"
     assert (
         "Codex uses Qwen/Qwen3.6-27B, with 262,144 tokens of context:\ncodex -c " in result.stderr
@@ -124,7 +127,7 @@ def test_the_settings_are_shown_before_the_tool_starts(stub: Stub, tools: StandI
 def test_the_tools_exit_status_is_that_of_launch(stub: Stub, tools: StandIns) -> None:
     serve(stub, LOADED)
     tools.add("aider", "sys.exit(3)")
-    result = exo_node("launch", "aider", "--port", str(stub.port), PATH=path_of(tools))
+    result = launch(stub, tools, "aider")
     assert result.returncode == 3
 
 
@@ -163,7 +166,7 @@ def test_a_program_of_the_tool_ends_at_a_broken_pipe(stub: Stub, tools: StandIns
     program = tools.folder / "claude"
     _ = program.write_text("#!/bin/sh\nyes | head -n 1\n")
     program.chmod(0o755)
-    result = exo_node("launch", "claude", "--port", str(stub.port), PATH=path_of(tools))
+    result = launch(stub, tools, "claude")
     assert (result.returncode, result.stdout) == (0, "y\n")
     assert "roken pipe" not in result.stderr
 
@@ -184,7 +187,7 @@ def test_a_tool_that_cannot_be_started_is_an_error(stub: Stub, tools: StandIns) 
     program = tools.folder / "claude"
     _ = program.write_text("no program\n")
     program.chmod(0o755)
-    result = exo_node("launch", "claude", "--port", str(stub.port), PATH=path_of(tools))
+    result = launch(stub, tools, "claude")
     assert result.returncode == 1
     assert f"{program} cannot be started: Exec format error" in result.stderr
     assert "Traceback" not in result.stderr
@@ -196,8 +199,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_names_print(
     serve(stub, LOADED)
     tools.add("qwen")
     _ = (tmp_path / "launch").write_text("in the way")
-    variables = {"PATH": path_of(tools), "EXO_DATA_DIR": str(tmp_path)}
-    result = exo_node("launch", "qwen", "--port", str(stub.port), **variables)
+    result = launch(stub, tools, "qwen", EXO_DATA_DIR=str(tmp_path))
     assert result.returncode == 1
     assert "cannot be written" in result.stderr and "--print" in result.stderr
     assert tools.records("qwen") == []
@@ -225,8 +227,7 @@ def test_a_tool_asks_no_proxy_for_the_node(
         monkeypatch.delenv(name, raising=False)
     serve(stub, LOADED)
     tools.add("claude")
-    extra = {"PATH": path_of(tools), "WEB_CONCURRENCY": "4", **variables}
-    result = exo_node("launch", "claude", "--port", str(stub.port), **extra)
+    result = launch(stub, tools, "claude", WEB_CONCURRENCY="4", **variables)
     assert result.returncode == 0, result.stderr
     started = tools.only("claude")["environment"]
     assert started.get("NO_PROXY") == started.get("no_proxy") == direct

@@ -45,11 +45,7 @@ def test_one_line_cuts_the_widest_cells() -> None:
 
 def test_a_cell_cannot_draw_on_the_terminal_and_wide_characters_keep_the_columns() -> None:
     rows = [("\x1b[2J", "[red]x[/]"), ("模型", "y")]
-    assert table(("MODEL", "WHY"), rows) == [
-        "MODEL    WHY",
-        r"\x1b[2J  [red]x[/]",
-        "模型     y",
-    ]
+    assert table(("MODEL", "WHY"), rows) == ["MODEL    WHY", r"\x1b[2J  [red]x[/]", "模型     y"]
 
 
 # ---------------------------------------------------------------------------- status
@@ -134,27 +130,15 @@ NODE  STATUS  CHIP  BACKEND  MEMORY  ADDRESS
 no model is loaded; `exo-node chat` loads one""",
         ),
         (
-            {"offline": "EXO_OFFLINE", "trouble": "no\ndisk"},
-            [],
-            {},
-            r"""node     - (-), http://-:-, exo-node -
-head     -, term -
-cluster  -, 0 nodes
-TROUBLE  no\x0adisk
-offline  nothing is downloaded, by EXO_OFFLINE; models come from this disk and from peers
-
-NODE  STATUS  CHIP  BACKEND  MEMORY  ADDRESS
-
-no model is loaded; `exo-node chat` loads one""",
-        ),
-        (
-            {"nodes": [{"id": "n", "name": "a", "stages": [_CACHED, {"model": "new"}]}]},
+            {"nodes": [{"id": "n", "name": "a", "stages": [_CACHED, {"model": "new"}]}]}
+            | {"offline": "EXO_OFFLINE", "trouble": "no\ndisk"},
             [_FAILED, {"model": "demo", "drafting": {"num_draft_tokens": 2}}],
             {"demo": _TOTALS, "new": {}},
-            """\
-node     - (-), http://-:-, exo-node -
+            r"""node     - (-), http://-:-, exo-node -
 head     -, term -
 cluster  -, 1 node
+TROUBLE  no\x0adisk
+offline  nothing is downloaded, by EXO_OFFLINE; models come from this disk and from peers
 
 NODE  STATUS  CHIP  BACKEND  MEMORY  ADDRESS
 a     -       -     -        -       -:-
@@ -171,7 +155,7 @@ PROMPTS CACHED ON  MODEL  MEMORY  DISK    TOKENS FROM MEMORY  FROM DISK  FROM CO
 a                  demo   50 MB   2.0 GB  760                 300        0""",
         ),
     ],
-    ids=["fields of another version are missing", "trouble", "a failure, and answers"],
+    ids=["fields of another version are missing", "trouble, a failure, and answers"],
 )
 def test_status(
     cluster: Json, placements: list[Json], answered: Mapping[str, Json], expected: str
@@ -194,10 +178,7 @@ _REQUEST = {"name": "new", "node": "n2", "chip": "Apple M1", "address": "10.0.0.
 @pytest.mark.parametrize(
     ("joining", "expected"),
     [
-        (
-            {"data": []},
-            "",
-        ),
+        ({"data": []}, ""),
         (
             {"data": [{**_REQUEST, "at": {"name": "alpha"}}]},
             """

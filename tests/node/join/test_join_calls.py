@@ -170,17 +170,12 @@ OWN = st.sampled_from([FRESH, SETTLED])
 OTHERS = st.sampled_from([OTHER, OTHER_FRESH, replace(OTHER, cluster="0" * 16)])
 REASONS = st.sampled_from([None, "", "denied", "busy", "too_many", "malformed"])
 STEPS: st.SearchStrategy[Step] = st.one_of(
-    st.builds(greet, OWN, OTHERS, ADDRESSES),
-    st.builds(end, REASONS, ADDRESSES),
-    st.just(SETTLE),
+    st.builds(greet, OWN, OTHERS, ADDRESSES), st.builds(end, REASONS, ADDRESSES), st.just(SETTLE)
 )
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.lists(STEPS | ADDRESSES, max_size=120),
-    st.sampled_from([0, MAX_ADDRESSES]),
-)
+@given(st.lists(STEPS | ADDRESSES, max_size=120), st.sampled_from([0, MAX_ADDRESSES]))
 def test_any_steps_leave_bounded_calls_and_one_application_for_each_cluster(
     steps: list[Step | str], called: int
 ) -> None:

@@ -38,11 +38,7 @@ def report(peer: NodeId, net: int, p50_s: float = 1e-3, rate: float = 1e8) -> pb
 
 def members(*reports: pb.LinkReport, **more: Any) -> list[pb.NodeFacts]:
     """Three nodes, of which the first reports links."""
-    return [
-        pb.NodeFacts(id=A, links=reports, **more),
-        pb.NodeFacts(id=B),
-        pb.NodeFacts(id=C),
-    ]
+    return [pb.NodeFacts(id=A, links=reports, **more), pb.NodeFacts(id=B), pb.NodeFacts(id=C)]
 
 
 WIFI = report(B, 0, 4e-3, 3e7)
@@ -173,10 +169,7 @@ def test_kin_share_times_of_one_dtype_only() -> None:
         ]
     )
     assert [n.profile for n in shared[:2]] == [wide, narrow]
-    assert (shared[2].profile, shared[2].profile_dtype) in (
-        (wide, "float32"),
-        (narrow, "bfloat16"),
-    )
+    assert (shared[2].profile, shared[2].profile_dtype) in ((wide, "float32"), (narrow, "bfloat16"))
 
 
 def test_the_planner_gets_dtypes_and_products() -> None:

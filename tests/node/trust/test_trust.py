@@ -312,9 +312,7 @@ THIEF = new_identity()
 
 
 def knock(
-    client: grpc.ChannelCredentials | None,
-    name: str,
-    server: Credentials | None = None,
+    client: grpc.ChannelCredentials | None, name: str, server: Credentials | None = None
 ) -> tuple[str, list[str]]:
     """The caller's outcome (an id, or a gRPC status) and the ids that the server admitted."""
 
