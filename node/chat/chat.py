@@ -54,7 +54,7 @@ class ChatService:
         guards_loops: bool = True,
     ) -> None:
         """`fetcher` None: images that are addresses are refused. `guards_loops`: whether answers
-        end where they repeat themselves, unless their requests say otherwise."""
+        may be ended where they repeat themselves, if their requests allow it."""
         self._heads = heads
         self._runners = runners
         self._metrics = metrics

@@ -1,7 +1,8 @@
 """The errors of a runner's caller when the other side, or its own channel, is lost."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,19 +59,39 @@ class _Endless(peer_pb2_grpc.GeneratorServicer):
         raise NotImplementedError
 
 
-async def _during_an_answer(data_dir: Path, cut: str) -> None:
-    """Runs `cut` between an answer's first event and its next."""
-    key, identity = load_or_create_cluster_key(data_dir), load_or_create_identity(data_dir)
+@asynccontextmanager
+async def _runner(
+    folder: Path, silent: _Silent | None = None
+) -> AsyncGenerator[tuple[RunnerClient, Endpoint, grpc.aio.Server]]:
+    """A client of runners, and a runner with its server."""
+    key, identity = load_or_create_cluster_key(folder), load_or_create_identity(folder)
     server = grpc.aio.server()
     peer_pb2_grpc.add_GeneratorServicer_to_server(_Endless(), server)
+    peer_pb2_grpc.add_RunnerServicer_to_server(silent or _Silent(), server)
     credentials = server_credentials(runner_credentials(identity.node, key))
     port = server.add_secure_port("127.0.0.1:0", credentials)
     await server.start()
     channels = Channels(node_credentials(identity, key))
     endpoint = Endpoint(identity.node, pb.LoadReady(host="127.0.0.1", port=port))
-    client = RunnerClient(channels, LAN)
-    events = client.generate(endpoint, pb.GenerateRequest())
     try:
+        yield RunnerClient(channels, LAN), endpoint, server
+    finally:
+        await channels.close()
+        await server.stop(grace=None)
+
+
+@pytest.mark.parametrize(
+    ("cut", "fault"),
+    [("channel", PeerLost), ("server", PeerLost), ("client", asyncio.CancelledError)],
+)
+async def test_an_answer_whose_runner_is_gone_is_a_lost_peer_and_a_client_that_leaves_cancels(
+    tmp_path: Path, cut: str, fault: type[BaseException]
+) -> None:
+    """Closing the channel here is no cancellation by the client: it must not end it silently."""
+    async with (
+        _runner(tmp_path) as (client, endpoint, server),
+        aclosing(client.generate(endpoint, pb.GenerateRequest())) as events,
+    ):
         _ = await anext(events)
         waiting = asyncio.ensure_future(anext(events))
         await asyncio.sleep(0)
@@ -81,45 +102,21 @@ async def _during_an_answer(data_dir: Path, cut: str) -> None:
                 await server.stop(grace=None)
             case _:
                 _ = waiting.cancel()
-        _ = await waiting
-    finally:
-        await events.aclose()
-        await channels.close()
-        await server.stop(grace=None)
-
-
-@pytest.mark.parametrize("cut", ["channel", "server"])
-def test_an_answer_whose_runner_is_gone_is_a_lost_peer(tmp_path: Path, cut: str) -> None:
-    """Closing the channel here is no cancellation by the client: it must not end it silently."""
-    with pytest.raises(PeerLost):
-        asyncio.run(_during_an_answer(tmp_path, cut))
-
-
-def test_a_client_that_goes_away_is_a_cancellation(tmp_path: Path) -> None:
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(_during_an_answer(tmp_path, "client"))
+        with pytest.raises(fault):
+            _ = await waiting
 
 
 async def test_a_ping_whose_channel_another_answer_closes_is_a_lost_peer(tmp_path: Path) -> None:
     """With two answers on one runner that hangs, the first one's recovery closes the channel."""
-    key, identity = load_or_create_cluster_key(tmp_path), load_or_create_identity(tmp_path)
-    server, silent = grpc.aio.server(), _Silent()
-    peer_pb2_grpc.add_RunnerServicer_to_server(silent, server)
-    credentials = server_credentials(runner_credentials(identity.node, key))
-    port = server.add_secure_port("127.0.0.1:0", credentials)
-    await server.start()
-    channels = Channels(node_credentials(identity, key))
-    client = RunnerClient(channels, LAN)
-    endpoint = Endpoint(identity.node, pb.LoadReady(host="127.0.0.1", port=port))
-    pinging = asyncio.ensure_future(client.read_state(endpoint, PlacementId("p"), 0, 60))
-    _ = await asyncio.wait_for(silent.has_ping.wait(), 30)
-    [deadline_s] = silent.deadlines_s
-    assert LAN.slow_reply_s < deadline_s <= 60, "a ping has its caller's timeout"
-    await client.forget(endpoint)
-    with pytest.raises(PeerLost):
-        _ = await pinging
-    await channels.close()
-    await server.stop(grace=None)
+    silent = _Silent()
+    async with _runner(tmp_path, silent) as (client, endpoint, _):
+        pinging = asyncio.ensure_future(client.read_state(endpoint, PlacementId("p"), 0, 60))
+        _ = await asyncio.wait_for(silent.has_ping.wait(), 30)
+        [deadline_s] = silent.deadlines_s
+        assert LAN.slow_reply_s < deadline_s <= 60, "a ping has its caller's timeout"
+        await client.forget(endpoint)
+        with pytest.raises(PeerLost):
+            _ = await pinging
 
 
 class _Call:
