@@ -81,7 +81,6 @@ class ClusterHead:
             await self._client.report(self._address(head), head, report)
 
     def generators(self, model: ModelId) -> Mapping[PlacementId, Endpoint]:
-        """See `claim.Heads`."""
         return {
             PlacementId(stage.placement): Endpoint(member.id, stage.ready)
             for member in self._cluster.members()

@@ -134,7 +134,6 @@ class NodeModels:
     # ---------------------------------------------------------------------------- downloads
 
     async def pull(self, body: PullBody, *, stays: bool) -> AsyncGenerator[Json]:
-        """See `models_api.ModelFiles`. Raises InvalidRequest and ModelNotFound."""
         pull = await self._pulls.start(body.model, body.revision, body.quant, stays=stays)
         return self._states(pull)
 
@@ -204,7 +203,6 @@ class NodeModels:
     # ---------------------------------------------------------------------------- deletions
 
     async def remove(self, model: str, *, dry_run: bool) -> Json:
-        """See `models_api.ModelFiles`."""
         self._refuse_in_use(model)
         find = self._library.removal
         removal = await asyncio.to_thread(find, model, self._own_folder, only_own=True)
@@ -230,7 +228,6 @@ class NodeModels:
     # -------------------------------------------------------------------------------- names
 
     async def add_name(self, model: str, name: str) -> None:
-        """See `models_api.ModelFiles`. Raises ModelNotFound and InvalidRequest."""
         profile = self._profiles.get(model)
         if profile is not None and profile.describe():
             raise InvalidRequest(

@@ -60,15 +60,12 @@ class NodeOperations:
         )
 
     async def models(self) -> dict[str, Any]:
-        """Every model on a disk of the cluster, in the shape of `GET /v1/models`."""
         return {"object": "list", "data": await self._models.on_disk()}
 
     async def no_model(self, model: str) -> ModelNotFound:
-        """The error for a name that is not in that list."""
         return await self._models.no_model(ModelId(model))
 
     async def catalogue(self) -> dict[str, Any]:
-        """Every model that there is a card of, in the same shape."""
         return {"object": "list", "data": await self._models.catalogue()}
 
     async def cluster(self) -> dict[str, Any]:

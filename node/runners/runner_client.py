@@ -27,7 +27,7 @@ def endpoints_of(placed: pb.Placed) -> list[Endpoint]:
 
 
 class RunnerClient:
-    """Runners, on this node or another, by the endpoint that their load reported."""
+    """`chat.runners.Runners`, on this node or another, by the endpoint that their load reported."""
 
     def __init__(self, channels: Channels, timing: Timing) -> None:
         self._channels = channels
@@ -70,18 +70,15 @@ class RunnerClient:
     def generate(
         self, endpoint: Endpoint, request: pb.GenerateRequest
     ) -> AsyncGenerator[pb.GenerateEvent, None]:
-        """See `chat.Runners`."""
         stub = peer_pb2_grpc.GeneratorStub(self._channel(endpoint))
         return stream(stub.Generate, request, f"the generator's runner on {endpoint.node}")
 
     async def encode(self, endpoint: Endpoint, request: pb.EncodeRequest) -> pb.EncodeReply:
-        """See `chat.Runners`."""
         stub = peer_pb2_grpc.GeneratorStub(self._channel(endpoint))
         call = stub.Encode(request, timeout=self._timing.long_reply_s)
         return await reply(call, f"the generator's runner on {endpoint.node}")
 
     async def find_prefix(self, endpoint: Endpoint, request: pb.GenerateRequest) -> pb.CachedPrefix:
-        """See `chat.Runners`."""
         stub = peer_pb2_grpc.GeneratorStub(self._channel(endpoint))
         call = stub.FindPrefix(request, timeout=self._timing.reply_s)
         return await reply(call, f"the generator's runner on {endpoint.node}")
