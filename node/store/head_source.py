@@ -20,10 +20,7 @@ class HeadFolder:
 
 
 def head_folder(
-    library: ModelLibrary,
-    name: str,
-    revision: str | None,
-    on_progress: Callable[[Progress], None],
+    library: ModelLibrary, name: str, revision: str | None, on_progress: Callable[[Progress], None]
 ) -> HeadFolder:
     """The folder that `--from` names; a repository's shards without a head's tensor stay away.
 

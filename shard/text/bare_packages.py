@@ -4,55 +4,23 @@ mlx_lm's imports MLX and, for seconds, transformers. That of transformers reads 
 every model, which takes most of a second of CPU time in each generator and each helper, which need
 two names. Call these functions before anything imports the packages. Their modules are then
 imported one by one as they are named, and are not changed; any other name of transformers imports
-the whole of it. The hub client's modules that its tokenizers import are replaced too, which saves a
-fifth of a second: a process that reads a tokenizer from a folder calls no hub.
+the whole of it.
 """
 
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import accumulate
 from types import ModuleType
-from typing import Any, Final, NoReturn
-
-from ...placement.errors import LoadFailed
+from typing import Any, Final
 
 _NAME: Final = "transformers"
-_HUB: Final = tuple(
-    f"huggingface_hub.{name}"
-    for name in ("hf_api", "repocard", "repocard_data", "_snapshot_download")
-)
-"""Modules of which transformers only binds names at import."""
 _LOCK: Final = threading.RLock()
-
-
-class _RefusingMeta(type):
-    """The metaclass of a class that refuses every use."""
-
-    def __call__(cls, *_: object, **named: object) -> NoReturn:
-        raise LoadFailed("a process that loads a model calls no hub: give it the model's folder")
-
-    def __getattr__(cls, name: str) -> object:
-        if name.startswith("__"):
-            raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
-        return cls()
-
-
-class _HubCall(metaclass=_RefusingMeta):
-    """Stands in for a class or function that calls the hub."""
-
-
-class _Hub(ModuleType):
-    """A module whose names all stand for calls of the hub."""
-
-    def __getattr__(self, name: str) -> type[_HubCall]:
-        if name.startswith("__"):
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        return _HubCall
 
 
 @contextmanager
@@ -67,34 +35,17 @@ def replaced_modules(stand_ins: Sequence[ModuleType]) -> Generator[None]:
             del sys.modules[name]
 
 
-@contextmanager
-def _without_the_hub() -> Generator[None]:
-    with _LOCK, replaced_modules([_Hub(name) for name in _HUB]):
-        yield
-
-
-def _auto_tokenizer() -> Any:
-    with _without_the_hub():
-        from transformers.models.auto.tokenization_auto import AutoTokenizer
-
-    return AutoTokenizer
-
-
-def _fast_tokenizer() -> Any:
-    with _without_the_hub():
-        from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast
-
-
-_HOMES: Final = {"AutoTokenizer": _auto_tokenizer, "PreTrainedTokenizerFast": _fast_tokenizer}
-"""Loaders of the names that mlx-lm's tokenizers use. If they fail, the whole is imported."""
+_HOMES: Final = {
+    "AutoTokenizer": "models.auto.tokenization_auto",
+    "PreTrainedTokenizerFast": "tokenization_utils_tokenizers",
+}
+"""Modules of the names that mlx-lm's tokenizers use. If one fails, the whole is imported."""
 
 
 class _BarePackage(ModuleType):
     """A package whose `__init__` has not run."""
 
-    def __init__(self, spec: ModuleSpec, homes: Mapping[str, Callable[[], Any]]) -> None:
+    def __init__(self, spec: ModuleSpec, homes: Mapping[str, str]) -> None:
         super().__init__(spec.name)
         self.__path__ = list(spec.submodule_search_locations or ())
         self.__spec__ = spec
@@ -107,7 +58,7 @@ class _BarePackage(ModuleType):
         if name.startswith("__"):  # imports, debuggers and copies look these up in any module
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         try:
-            value = self._homes[name]()
+            value = getattr(import_module(f"{_NAME}.{self._homes[name]}"), name)
         except (KeyError, ImportError):
             return getattr(_real_package(self.__name__), name)
         setattr(self, name, value)

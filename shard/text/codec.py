@@ -179,8 +179,7 @@ class TextCodec:
             pieces = [self._tokenizer.encode(part, add_special_tokens=first) for part in parts]
         except TEMPLATE_FAULTS as fault:
             raise InvalidRequest(
-                f"the model's tokenizer refuses this prompt: {type(fault).__name__}",
-                param=PROMPT,
+                f"the model's tokenizer refuses this prompt: {type(fault).__name__}", param=PROMPT
             ) from fault
         return [int(token) for piece in pieces for token in piece]
 

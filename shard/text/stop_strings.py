@@ -17,10 +17,7 @@ class StopStrings:
     """
 
     def __init__(
-        self,
-        stop: Sequence[str],
-        format: AnswerFormat = _ALL_CONTENT,
-        prompt: Sequence[int] = (),
+        self, stop: Sequence[str], format: AnswerFormat = _ALL_CONTENT, prompt: Sequence[int] = ()
     ) -> None:
         """`format`: how the answer to `prompt` marks its content; by default it has no marks."""
         self._stop = tuple(stop)

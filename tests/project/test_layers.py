@@ -153,7 +153,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     ),
     "llguidance": (
         *("shard/text/grammars/grammar.py", "shard/text/grammars/grammars.py"),
-        *("shard/text/grammars/number_bound.py", "shard/text/grammars/raw_strings.py"),
+        *("shard/text/grammars/number_bound.py", "shard/text/grammars/argument_grammar.py"),
     ),
     "regex": ("shard/text/tools/call_scanners.py",),
     "jinja2": ("shard/text/template.py",),

@@ -1,14 +1,24 @@
-"""The grammar of the arguments of a tagged call: their order, and the text of each."""
+"""The grammar, in llguidance's Lark, of a tagged call's arguments: their order, and their texts."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from itertools import product
 from math import prod
 from typing import Any, Final, NamedTuple, cast
 
-from ..tools.schemas import Kind, SchemaDocument, SchemaFault, alternatives, member
+from ..tools.schemas import (
+    MAX_CALL_CHARS,
+    Kind,
+    SchemaDocument,
+    SchemaFault,
+    alternatives,
+    constants,
+    member,
+)
+from .enforceable import FORMATS, leaves_pattern
 from .grammars import MAX_CHARS
 from .lark import ANY, Words, json_document, quoted
-from .raw_strings import RawStrings
+from .look_ahead import plain_patterns, regex_alternatives
 
 _MAX_SHAPES: Final = 32
 _MAX_EXACT_CHARS: Final = 2_000
@@ -16,6 +26,9 @@ _MAX_EXACT_CHARS: Final = 2_000
 _MAX_DEPTH: Final = 100
 _MAX_WORK: Final = 16 * MAX_CHARS
 """The most characters of all rules, repeated ones included."""
+_NEVER: Final = r"/[^\s\S]/"
+_FREE: Final = "/(?s:.)*/"
+_FLAGS: Final = re.compile(r"\(\?[a-zA-Z]+\)")
 
 
 class Argument(NamedTuple):
@@ -220,3 +233,96 @@ def _standalone(
         definitions[str(len(definitions))] = convert(targets[len(definitions)])
     root = cast("dict[str, object]", converted) if isinstance(converted, dict) else {}
     return root, definitions
+
+
+class RawStrings:
+    """The terminals of one grammar; schemas that share one by reference write it once."""
+
+    def __init__(self, document: SchemaDocument, prefix: str) -> None:
+        """`prefix`: the upper-case start of the terminals' names."""
+        self._document = document
+        self._prefix = prefix
+        self._names: dict[int, str] = {}
+        self.terminals: list[str] = []
+        self.longest = 0
+        """The largest bound of a string's length."""
+
+    def expression(self, schema: object) -> str:
+        """A terminal's body for the strings that `schema` allows. Raises SchemaFault."""
+        conditions = [part for part in self._conditions(schema) if part != _FREE]
+        return f"({' & '.join(conditions)})" if conditions else _FREE
+
+    def _conditions(self, schema: object) -> Iterator[str]:
+        if "string" not in self._document.kinds(schema):
+            yield _NEVER
+        if not isinstance(schema, dict):
+            return
+        fields = cast("dict[str, Any]", schema)
+        yield from self._own(fields)
+        for part in self._document.parts(fields):
+            yield self._named(part)
+        for choices in alternatives(fields):
+            strings = [part for part in choices if "string" in self._document.kinds(part)]
+            either = [self.expression(part) for part in strings]
+            yield _FREE if _FREE in either else f"({' | '.join(either) or _NEVER})"
+
+    def _named(self, schema: object) -> str:
+        """The terminal of a schema, written once: references can double its uses at each level."""
+        name = self._names.get(id(schema))
+        if name is None:
+            body = self.expression(schema)
+            name = _FREE if body == _FREE else f"{self._prefix}_{len(self._names)}"
+            self._names[id(schema)] = name
+            if name != _FREE:
+                self.terminals.append(f"{name}: {body}")
+        return name
+
+    def _own(self, fields: Mapping[str, Any]) -> Iterator[str]:
+        values = constants(fields)
+        if values is not None:
+            either = [quoted(value) for value in values if isinstance(value, str)]
+            yield f"({' | '.join(either) or _NEVER})"
+        low, high = _length(fields.get("minLength")) or 0, _length(fields.get("maxLength"))
+        if high is not None and high > MAX_CALL_CHARS:
+            high = None
+        if high is not None and low > high:
+            raise SchemaFault(f"minLength {low} is above maxLength {high}")
+        if low or high is not None:
+            if low > MAX_CALL_CHARS:
+                raise SchemaFault(f"minLength {low} is more than a call may have")
+            self.longest = max(self.longest, low, high or 0)
+            yield f"/(?s:.){{{low},{'' if high is None else high}}}/"
+        if isinstance(pattern := fields.get("pattern"), str) and not leaves_pattern(fields):
+            yield from map(_search_regex, plain_patterns(pattern))
+        if expression := FORMATS.get(str(fields.get("format"))):
+            yield _lark_regex(expression)
+
+
+def _length(value: object) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        return None
+    return int(min(value, MAX_CALL_CHARS + 1))
+
+
+def _lark_regex(expression: str) -> str:
+    """A regular expression in Lark, with ASCII digits and words, as in JSON Schema."""
+    from llguidance import regex_to_lark
+
+    return f"/{regex_to_lark(expression, 'dw')}/"
+
+
+def _search_regex(pattern: str) -> str:
+    """The expression of texts in which `pattern` occurs.
+
+    Terminals have no anchors, so text is allowed before and after an alternative without them.
+    """
+    flags = match[0] if (match := _FLAGS.match(pattern)) else ""
+    either: list[str] = []
+    for part in regex_alternatives(pattern[len(flags) :]):
+        before, after = "(?s:.)*", "(?s:.)*"
+        if part.startswith("^"):
+            before, part = "", part[1:]
+        if part.endswith("$") and (len(part) - len(part[:-1].rstrip("\\"))) % 2:
+            after, part = "", part[:-1]
+        either.append(f"{before}({part}){after}")
+    return _lark_regex(f"{flags}({'|'.join(either)})")

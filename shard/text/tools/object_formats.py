@@ -106,10 +106,7 @@ HARMONY: Final = Objects(
 )
 GEMMA_4: Final = Objects(r"<\|tool_call>", r"<tool_call\|>", rf"call:{TOOL}\s*+\{{", dialect=GEMMA)
 GEMMA_FUNCTION: Final = Objects(
-    "<start_function_call>",
-    "<end_function_call>",
-    rf"call:{TOOL}\s*+\{{",
-    dialect=FUNCTION_GEMMA,
+    "<start_function_call>", "<end_function_call>", rf"call:{TOOL}\s*+\{{", dialect=FUNCTION_GEMMA
 )
 PYTHONIC: Final = Objects(
     r"<\|tool_call_start\|>", r"<\|tool_call_end\|>", rf"{TOOL}\s*+\(", dialect=PYTHON

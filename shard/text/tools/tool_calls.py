@@ -80,11 +80,7 @@ class _Reading:
 
 
 def parse_calls(
-    call_format: str,
-    text: str,
-    tools: Sequence[Mapping[str, Any]],
-    *,
-    is_beginning: bool = False,
+    call_format: str, text: str, tools: Sequence[Mapping[str, Any]], *, is_beginning: bool = False
 ) -> list[Call] | None:
     """The calls in the text of one section, all or None.
 

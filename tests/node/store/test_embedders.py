@@ -25,9 +25,7 @@ def opened(root: Path) -> Any:
     return model.card, library.file_facts(model).capabilities
 
 
-def test_a_folder_that_pools_the_last_token_is_an_embedder_and_nothing_else(
-    tmp_path: Path,
-) -> None:
+def test_a_folder_that_pools_the_last_token_is_an_embedder_and_nothing_else(tmp_path: Path) -> None:
     folder = copied(tmp_path / MODEL)
     # The base model's, which publishers leave there.
     template = "{% if tools %}{{ tools }}<tool_call>{% endif %}<think>"

@@ -30,11 +30,7 @@ from exo_node.node.machine.timing import LAN
 from exo_node.node.rpc.model_files import BESIDE_ANSWERS, FileSource
 from exo_node.node.store.copy_folder import CopyFolder
 from exo_node.node.store.sharing import SharedModels
-from exo_node.placement.errors import (
-    DownloadFailed,
-    InvalidCheckpoint,
-    ModelNotFound,
-)
+from exo_node.placement.errors import DownloadFailed, InvalidCheckpoint, ModelNotFound
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
 from exo_node.shard.checkpoint.stage_files import HEADERS, cut, stand_ins

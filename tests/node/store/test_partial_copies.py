@@ -41,9 +41,7 @@ async def test_a_partial_copy_is_listed_with_its_size_and_deleted(
         _ = two.library.removal(MODEL, two.models)
 
 
-def test_a_folder_that_cannot_be_written_is_named_and_mended_takes_the_copy(
-    tmp_path: Path,
-) -> None:
+def test_a_folder_that_cannot_be_written_is_named_and_mended_takes_the_copy(tmp_path: Path) -> None:
     one, two = giver(tmp_path), Taker(tmp_path / "two")
     two.models.mkdir(parents=True)
 

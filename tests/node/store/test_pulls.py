@@ -322,10 +322,7 @@ def hub(tmp_path: Path) -> FakeHub:
 
 def from_hub(hub: FakeHub, cache: HubCache) -> Pulls:
     def fetch(
-        repository: str,
-        revision: str | None,
-        note: Callable[[Progress], None],
-        stop: StopSignal,
+        repository: str, revision: str | None, note: Callable[[Progress], None], stop: StopSignal
     ) -> object:
         return download(
             repository, revision, note, offline=False, endpoint=hub.url, cache=cache, stop=stop

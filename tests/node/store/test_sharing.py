@@ -99,10 +99,7 @@ def _delete(path: Path, _: Path) -> None:
 
 @pytest.mark.parametrize("change", [_grow, _touch, _link, _delete])
 def test_a_file_that_changes_is_not_given_on(
-    shared: SharedModels,
-    folder: Path,
-    tmp_path: Path,
-    change: Callable[[Path, Path], None],
+    shared: SharedModels, folder: Path, tmp_path: Path, change: Callable[[Path, Path], None]
 ) -> None:
     secret = tmp_path / "secret"
     _ = secret.write_bytes((folder / FIRST).read_bytes())

@@ -14,11 +14,7 @@ KINDS = ["string", "integer", "number", "boolean", "null", "array", "object"]
 
 
 @settings(max_examples=400)
-@given(
-    kinds=st.sets(st.sampled_from(KINDS), min_size=1),
-    text=TEXT,
-    at=st.integers(0, 12),
-)
+@given(kinds=st.sets(st.sampled_from(KINDS), min_size=1), text=TEXT, at=st.integers(0, 12))
 def test_a_text_that_is_certain_to_be_a_string_is_read_as_it_stands(
     kinds: set[str], text: str, at: int
 ) -> None:
@@ -48,8 +44,6 @@ def test_a_few_characters_tell_a_string_from_other_kinds() -> None:
     kinds = frozenset(("string", "null", "integer"))
     assert [
         is_string_so_far(kinds, text) for text in ("", "hello", "nul", "nulls", "5", "5 a")
-    ] == [
-        *(None, True, None, True, None, True),
-    ]
+    ] == [*(None, True, None, True, None, True)]
     assert is_string_so_far(kinds, "1" * 65) is False
     assert is_string_so_far(frozenset(("integer",)), "a") is False

@@ -9,10 +9,7 @@ from exo_node.shard.text.tools.object_formats import DEEPSEEK_CALL, DEEPSEEK_MAR
 
 Calls = list[tuple[str, Any]]
 STRING = {"type": "string"}
-TOOLS = [
-    tool("f", {"a": STRING, "b": {"type": "integer"}}, ["a"]),
-    tool("now", {}),
-]
+TOOLS = [tool("f", {"a": STRING, "b": {"type": "integer"}}, ["a"]), tool("now", {})]
 AX: Calls = [("f", {"a": "x"})]
 AXB: Calls = [("f", {"a": "x", "b": 2})]
 NOW: Calls = [("now", {})]

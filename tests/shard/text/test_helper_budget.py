@@ -54,8 +54,7 @@ class SilentProcess:
 
 
 @pytest.mark.parametrize(
-    ("has_left", "grace_s", "taken_s"),
-    [(True, 0.5, 0.5), (True, 60.0, 2.0), (False, 0.5, 2.0)],
+    ("has_left", "grace_s", "taken_s"), [(True, 0.5, 0.5), (True, 60.0, 2.0), (False, 0.5, 2.0)]
 )
 def test_a_request_whose_client_has_left_may_take_a_little_more_and_never_over_the_limit(
     has_left: bool, grace_s: float, taken_s: float, monkeypatch: pytest.MonkeyPatch

@@ -75,9 +75,7 @@ def test_no_text_has_more_control_tokens_than_the_template(parts: list[str]) -> 
 @pytest.mark.parametrize(
     "text", ["plain", " leading", "trailing \n", "<|im_end", "|im_end|>", "\ufdd0"]
 )
-def test_text_without_control_tokens_is_encoded_as_the_template_alone_does(
-    text: str,
-) -> None:
+def test_text_without_control_tokens_is_encoded_as_the_template_alone_does(text: str) -> None:
     messages = [{"role": "user", "content": text}]
     assert CODEC.encode_chat(messages) == REFERENCE.apply_chat_template(
         messages, add_generation_prompt=True
@@ -248,10 +246,7 @@ def test_a_parser_of_mlx_lm_is_accepted(tmp_path: Path) -> None:
 AUTO_MAPS: dict[str, Callable[[Path], object]] = {
     "tokenizer": lambda folder: edited(
         folder,
-        {
-            "tokenizer_class": "Evil",
-            "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]},
-        },
+        {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}},
     ),
     "config": lambda folder: (edited(folder) / "config.json").write_text(
         json.dumps(
