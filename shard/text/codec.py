@@ -1,7 +1,6 @@
 """Encodes chat messages to ids, decodes ids to text as it grows, and finds an answer's end."""
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -19,8 +18,6 @@ from ...placement.errors import PROMPT, InvalidCheckpoint, InvalidRequest, Unsup
 from ..checkpoint.chat_format import chat_templates
 from ..checkpoint.checkpoint import read_config
 from ..checkpoint.generation_config import read_generation_config
-from ..checkpoint.headers import fault as file_fault
-from ..checkpoint.headers import quote, read_object
 from .grammars.call_grammar import call_grammar
 from .grammars.grammars import Grammars
 from .image_rows import image_frame
@@ -29,7 +26,7 @@ from .messages import too_long
 from .stop_strings import StopStrings
 from .template import TEMPLATE_FAULTS, ChatTemplate, TemplateOptions
 from .token_bytes import longest_token, token_bytes
-from .tokenizer_folder import SETTINGS, require_reasonable, tokenizer_folder
+from .tokenizer_folder import require_reasonable, tokenizer_folder
 from .tools.answer_format import format_of, has_call_grammar, other_turn_ends
 from .tools.tool_calls import Call, parse_calls
 
@@ -38,9 +35,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_PLUGINS = ("chat_template_type", "tool_parser_type")
-"""Fields of tokenizer_config.json by which mlx-lm imports one of its own modules."""
-_PLUGIN = re.compile(r"[a-z0-9_]{1,64}")
 _TRIMMING = (BPEStreamingDetokenizer, SPMStreamingDetokenizer)
 
 
@@ -76,7 +70,6 @@ class TextCodec:
     def load(cls, folder: Path) -> "TextCodec":
         """Loads a tokenizer; never runs code in the checkpoint. Raises InvalidCheckpoint."""
         require_reasonable(folder)
-        _check_plugins(folder / SETTINGS)
         notes: list[str] = []
         published = read_generation_config(folder)
         templates = chat_templates(folder, notes)
@@ -275,16 +268,3 @@ def _configured_ends(folder: Path) -> list[int] | None:
     config = read_config(folder) if (folder / "config.json").exists() else {}
     value = config.get("eos_token_id")
     return [value] if isinstance(value, int) else value
-
-
-def _check_plugins(path: Path) -> None:
-    """Requires plain words in fields that choose a module. Raises InvalidCheckpoint."""
-    config = read_object(path) if path.exists() else {}
-    for field in _PLUGINS:
-        name = config.get(field)
-        if name is not None and not (isinstance(name, str) and _PLUGIN.fullmatch(name)):
-            raise file_fault(
-                path,
-                f"has {field} = {quote(name)}, which is not the name of a module of mlx-lm",
-                remedy="Use a checkpoint whose chat format mlx-lm has built in.",
-            )

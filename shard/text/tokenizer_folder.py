@@ -6,6 +6,7 @@ that would take minutes or all memory to read are refused.
 """
 
 import json
+import re
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -34,6 +35,9 @@ _TOKENIZERS: Final = (
 _MODEL_FIELDS: Final = ("model_type", "tokenizer_class", "model_name", "transformers_version")
 """The fields of config.json by which transformers chooses a tokenizer's class, all texts."""
 SETTINGS: Final = "tokenizer_config.json"
+_PLUGINS: Final = ("chat_template_type", "tool_parser_type")
+"""Fields of it by which mlx-lm imports one of its own modules."""
+_PLUGIN: Final = re.compile(r"[a-z0-9_]{1,64}")
 _MAX_TEXT_BYTES: Final = 64 << 20
 """The largest tokenizer file; the largest known tokenizer has 35 MB."""
 MAX_ENTRIES: Final = 1_000_000
@@ -128,6 +132,14 @@ def _settings(folder: Path, template: str) -> dict[str, object]:
     """The file decides which ids a text becomes: one that cannot be read is refused."""
     path = folder / SETTINGS
     settings = read_object(path) if path.exists() else {}
+    for field in _PLUGINS:
+        name = settings.get(field)
+        if name is not None and not (isinstance(name, str) and _PLUGIN.fullmatch(name)):
+            raise file_fault(
+                path,
+                f"has {field} = {quote(name)}, which is not the name of a module of mlx-lm",
+                remedy="Use a checkpoint whose chat format mlx-lm has built in.",
+            )
     settings.pop("chat_template", None)
     return settings | ({"chat_template": template} if template else {})
 

@@ -85,6 +85,13 @@ def arrived(pull: Pull) -> bool:
     return pull.progress.done_bytes == 10
 
 
+async def started(pulls: Pulls, name: str = "owner/tiny") -> Pull:
+    """A download of which 10 bytes are here."""
+    pull = await pulls.start(name, None, None, stays=True)
+    await until(lambda: arrived(pull))
+    return pull
+
+
 async def test_two_requests_for_a_model_share_one_download(pulls: Pulls, fetcher: Fetcher) -> None:
     first = await pulls.start("owner/tiny", None, None, stays=True)
     followers = [asyncio.create_task(states_of(pulls, first))]
@@ -112,8 +119,7 @@ async def test_revisions_of_a_model_are_downloads_of_their_own(
 
 
 async def test_progress_is_reported_by_file(pulls: Pulls) -> None:
-    pull = await pulls.start("owner/tiny", None, None, stays=True)
-    await until(lambda: arrived(pull))
+    pull = await started(pulls)
     state = pull.describe()
     assert (state["done_bytes"], state["total_bytes"], state["status"]) == (10, 100, "downloading")
     assert state["files"] == [{"path": "a", "done_bytes": 10, "total_bytes": 100}]
@@ -134,8 +140,7 @@ async def test_a_paused_download_is_listed_and_resumes(pulls: Pulls, fetcher: Fe
 
 
 async def test_who_resumes_while_it_pauses_waits_for_that(pulls: Pulls, fetcher: Fetcher) -> None:
-    pull = await pulls.start("owner/tiny", None, None, stays=True)
-    await until(lambda: arrived(pull))
+    pull = await started(pulls)
     fetcher.may_stop.clear()
     pausing = asyncio.create_task(pulls.pause("owner/tiny"))
     await until(lambda: pull.status == "pausing")
@@ -169,8 +174,7 @@ async def test_a_third_download_waits_for_a_place_and_can_be_paused_there(
 async def test_a_download_is_paused_and_resumed_while_a_connection_of_it_is_silent(
     pulls: Pulls, fetcher: Fetcher
 ) -> None:
-    pull = await pulls.start("owner/tiny", None, None, stays=True)
-    await until(lambda: arrived(pull))
+    pull = await started(pulls)
     fetcher.may_stop.clear()
     assert (await pulls.pause("owner/tiny"))["status"] == "paused"
     with pytest.raises(RemovalRefused, match="is being downloaded"):
@@ -194,11 +198,9 @@ async def test_downloads_that_are_left_behind_take_no_place_of_others(
 ) -> None:
     fetcher.may_stop.clear()
     for name in ("owner/m1", "owner/m2"):
-        pull = await pulls.start(name, None, None, stays=True)
-        await until(lambda pull=pull: arrived(pull))
+        _ = await started(pulls, name)
         _ = await pulls.pause(name)
-    third = await pulls.start("owner/m3", None, None, stays=True)
-    await until(lambda: arrived(third))
+    _ = await started(pulls, "owner/m3")
     await pulls.close()
     fetcher.may_stop.set()
 
@@ -293,8 +295,7 @@ async def test_a_download_begins_once_files_of_its_model_are_deleted(
         _ = await asyncio.to_thread(may_end.wait, 60)
 
     monkeypatch.setattr(module, "_discard", discard)
-    first = await pulls.start("owner/tiny", None, None, stays=True)
-    await until(lambda: arrived(first))
+    _ = await started(pulls)
     _ = await pulls.pause("owner/tiny")
     deletion = pulls.cancel("owner/tiny") if by == "cancel" else pulls.remove("owner/tiny", remove)
     deleted = asyncio.create_task(deletion)
@@ -315,9 +316,11 @@ async def test_a_download_begins_once_files_of_its_model_are_deleted(
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> FakeHub:
+def hub(tmp_path: Path) -> Iterator[FakeHub]:
     folder = make_checkpoint(tmp_path / "source", "qwen3_5", hidden=256)
-    return FakeHub({path.name: path.read_bytes() for path in folder.iterdir()})
+    hub = FakeHub({path.name: path.read_bytes() for path in folder.iterdir()})
+    with serve(hub):
+        yield hub
 
 
 def from_hub(hub: FakeHub, cache: HubCache) -> Pulls:
@@ -350,15 +353,14 @@ async def paused_halfway(hub: FakeHub, pulls: Pulls) -> int:
 async def test_another_process_lists_the_paused_download_and_resumes_it(
     hub: FakeHub, cache: HubCache
 ) -> None:
-    with serve(hub):
-        done = await paused_halfway(hub, from_hub(hub, cache))
-        later = from_hub(hub, cache)
-        [state] = await later.unfinished()
-        total = sum(map(len, hub.files.values()))
-        assert (state["model"], state["status"]) == (REPOSITORY, "paused")
-        assert (state["done_bytes"], state["total_bytes"]) == (done, total)
-        pull = await later.start(REPOSITORY, None, None, stays=True)
-        assert (await states_of(later, pull))[-1]["done_bytes"] == total
+    done = await paused_halfway(hub, from_hub(hub, cache))
+    later = from_hub(hub, cache)
+    [state] = await later.unfinished()
+    total = sum(map(len, hub.files.values()))
+    assert (state["model"], state["status"]) == (REPOSITORY, "paused")
+    assert (state["done_bytes"], state["total_bytes"]) == (done, total)
+    pull = await later.start(REPOSITORY, None, None, stays=True)
+    assert (await states_of(later, pull))[-1]["done_bytes"] == total
     small = total - len(hub.files[MODEL])
     assert hub.ranges(MODEL) == [None, f"bytes={done - small}-"]
     assert cache.locate(REPOSITORY) is not None
@@ -368,11 +370,10 @@ async def test_another_process_lists_the_paused_download_and_resumes_it(
 async def test_a_cancelled_download_leaves_nothing(
     hub: FakeHub, cache: HubCache, later: bool
 ) -> None:
-    with serve(hub):
-        pulls = from_hub(hub, cache)
-        done = await paused_halfway(hub, pulls)
-        pulls = from_hub(hub, cache) if later else pulls
-        state = await pulls.cancel(REPOSITORY)
+    pulls = from_hub(hub, cache)
+    done = await paused_halfway(hub, pulls)
+    pulls = from_hub(hub, cache) if later else pulls
+    state = await pulls.cancel(REPOSITORY)
     assert state["status"] == "cancelled" and state["freed_bytes"] >= done
     assert not cache.repository(REPOSITORY).exists()
     assert await pulls.unfinished() == []
@@ -381,18 +382,17 @@ async def test_a_cancelled_download_leaves_nothing(
 async def test_cancelling_leaves_what_another_program_began_to_fetch(
     hub: FakeHub, cache: HubCache
 ) -> None:
-    with serve(hub):
-        pulls = from_hub(hub, cache)
-        _ = await paused_halfway(hub, pulls)
-        snapshot = cache.snapshot(REPOSITORY, None)
-        assert snapshot is not None and is_own(snapshot)
-        record = cache.repository(REPOSITORY) / ".exo-node" / snapshot.name
-        record.unlink()
-        assert (await pulls.cancel(REPOSITORY))["freed_bytes"] == 0
-        assert (snapshot / "config.json").exists()
-        # Nor does exo-node own what it completes.
-        pull = await pulls.start(REPOSITORY, None, None, stays=True)
-        assert (await states_of(pulls, pull))[-1]["status"] == "done"
+    pulls = from_hub(hub, cache)
+    _ = await paused_halfway(hub, pulls)
+    snapshot = cache.snapshot(REPOSITORY, None)
+    assert snapshot is not None and is_own(snapshot)
+    record = cache.repository(REPOSITORY) / ".exo-node" / snapshot.name
+    record.unlink()
+    assert (await pulls.cancel(REPOSITORY))["freed_bytes"] == 0
+    assert (snapshot / "config.json").exists()
+    # Nor does exo-node own what it completes.
+    pull = await pulls.start(REPOSITORY, None, None, stays=True)
+    assert (await states_of(pulls, pull))[-1]["status"] == "done"
     assert not is_own(snapshot)
 
 
@@ -402,16 +402,15 @@ async def test_a_pause_wakes_a_connection_that_brings_no_more_bytes(
     monkeypatch.setattr(hub_download, "_TIMEOUT_S", 600.0)
     half = len(hub.files[MODEL]) // 2
     hub.silent_after = [half]
-    with serve(hub):
-        pulls = from_hub(hub, cache)
-        pull = await pulls.start(REPOSITORY, None, None, stays=True)
-        await until(hub.fell_silent.is_set)
-        await until(lambda: pull.progress.done_bytes > half - (512 << 10))
-        assert (await pulls.pause(REPOSITORY))["status"] == "paused"
-        assert pull.thread is not None
-        await until(pull.thread.done)
-        pull = await pulls.start(REPOSITORY, None, None, stays=True)
-        assert (await states_of(pulls, pull))[-1]["status"] == "done"
+    pulls = from_hub(hub, cache)
+    pull = await pulls.start(REPOSITORY, None, None, stays=True)
+    await until(hub.fell_silent.is_set)
+    await until(lambda: pull.progress.done_bytes > half - (512 << 10))
+    assert (await pulls.pause(REPOSITORY))["status"] == "paused"
+    assert pull.thread is not None
+    await until(pull.thread.done)
+    pull = await pulls.start(REPOSITORY, None, None, stays=True)
+    assert (await states_of(pulls, pull))[-1]["status"] == "done"
 
 
 SILENT_PATHS = (
@@ -434,13 +433,12 @@ async def test_a_download_whose_hub_begins_no_answer_resumes_at_once(
     hub: FakeHub, cache: HubCache, path: str
 ) -> None:
     hub.unanswered = path
-    with serve(hub):
-        pulls = from_hub(hub, cache)
-        _ = await pulls.start(REPOSITORY, None, None, stays=True)
-        await until(hub.fell_silent.is_set)
-        assert (await pulls.pause(REPOSITORY))["status"] == "paused"
-        pull = await pulls.start(REPOSITORY, None, None, stays=True)
-        assert (await states_of(pulls, pull))[-1]["status"] == "done"
+    pulls = from_hub(hub, cache)
+    _ = await pulls.start(REPOSITORY, None, None, stays=True)
+    await until(hub.fell_silent.is_set)
+    assert (await pulls.pause(REPOSITORY))["status"] == "paused"
+    pull = await pulls.start(REPOSITORY, None, None, stays=True)
+    assert (await states_of(pulls, pull))[-1]["status"] == "done"
     assert cache.locate(REPOSITORY) is not None
 
 
@@ -450,16 +448,15 @@ async def test_a_download_whose_hub_begins_no_answer_is_cancelled_at_once(
     hub: FakeHub, cache: HubCache, path: str
 ) -> None:
     hub.unanswered = path
-    with serve(hub):
-        pulls = from_hub(hub, cache)
-        pull = await pulls.start(REPOSITORY, None, None, stays=True)
-        await until(hub.fell_silent.is_set)
-        assert (await pulls.cancel(REPOSITORY))["status"] == "cancelled"
-        assert cache.snapshot(REPOSITORY, None) is None
-        assert pull.thread is not None
-        hub.hung_up.set()  # the thread that was left behind has its answer now
-        await until(pull.thread.done)
-        await until(lambda: cache.snapshot(REPOSITORY, None) is None)
+    pulls = from_hub(hub, cache)
+    pull = await pulls.start(REPOSITORY, None, None, stays=True)
+    await until(hub.fell_silent.is_set)
+    assert (await pulls.cancel(REPOSITORY))["status"] == "cancelled"
+    assert cache.snapshot(REPOSITORY, None) is None
+    assert pull.thread is not None
+    hub.hung_up.set()  # the thread that was left behind has its answer now
+    await until(pull.thread.done)
+    await until(lambda: cache.snapshot(REPOSITORY, None) is None)
     assert await pulls.unfinished() == []
 
 
@@ -478,13 +475,12 @@ async def test_a_cancellation_does_not_wait_for_the_hash_of_a_file(
         return finish(partial, expected, checked)
 
     monkeypatch.setattr(PartialFile, "finish", slowly)
-    with serve(hub):
-        pulls = from_hub(hub, cache)
-        _ = await pulls.start(REPOSITORY, None, None, stays=True)
-        await until(hashing.is_set)
-        cancelled = asyncio.create_task(pulls.cancel(REPOSITORY))
-        await asyncio.sleep(TICK_S)
-        go_on.set()
-        assert (await cancelled)["status"] == "cancelled"
+    pulls = from_hub(hub, cache)
+    _ = await pulls.start(REPOSITORY, None, None, stays=True)
+    await until(hashing.is_set)
+    cancelled = asyncio.create_task(pulls.cancel(REPOSITORY))
+    await asyncio.sleep(TICK_S)
+    go_on.set()
+    assert (await cancelled)["status"] == "cancelled"
     assert not cache.repository(REPOSITORY).exists()
     assert await pulls.unfinished() == []

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from embedders import encoder
 from engines import DEMO, load_quietly, spec
 from small import LAYERS, small_checkpoint
 
@@ -49,6 +50,10 @@ def spoiled(content: bytes) -> Spoil:
 def huge(path: Path) -> None:
     path.touch()
     os.truncate(path, 1 << 30)
+
+
+def endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
 
 
 SPOILS: dict[str, Spoil] = {
@@ -100,6 +105,28 @@ def test_an_optional_file_refuses_no_model(
     _ = capabilities(folder, notes)
     assert (name.rpartition("/")[2] in caplog.text) == ((name, spoil) not in HARMLESS)
     assert set(notes) <= {record.getMessage() for record in caplog.records}
+
+
+ENDLESS = ("huge", "a pipe", "endless")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("spoil", ENDLESS)
+def test_a_needed_file_without_an_end_is_refused(tmp_path: Path, name: str, spoil: str) -> None:
+    folder = text_files(tmp_path / "m")
+    (folder / name).unlink()
+    _ = {**SPOILS, "endless": endless}[spoil](folder / name)
+    with pytest.raises(InvalidCheckpoint, match=name):
+        _ = TextCodec.load(folder)
+
+
+@pytest.mark.parametrize("family", ["bert", "xlm_roberta"])
+def test_a_folder_without_tokens_for_text_is_refused(tmp_path: Path, family: str) -> None:
+    """transformers makes a tokenizer of control tokens alone for it."""
+    _ = shutil.copy(encoder(family) / "config.json", tmp_path)
+    with pytest.raises(InvalidCheckpoint, match="no tokens for text") as refused:
+        _ = TextCodec.load(tmp_path)
+    assert refused.value.param == "tokenizer.json"
 
 
 SOURCES = {

@@ -109,25 +109,15 @@ def test_half_a_character_at_the_end_comes_out_as_a_replacement() -> None:
 
 
 STOPS: list[tuple[str, tuple[str, ...], str]] = [
-    ("one two three", ("two",), "one "),
     ("one two three", ("e t",), "on"),
     ("one two three", ("one two three",), ""),
-    ("one two three", ("o",), ""),
     ("one two three", ("three", "two"), "one "),
     ("one two three", ("ree", "thr"), "one two "),
     ("one two three", ("two three", "two"), "one "),
     ("one two three", ("wo t", "two thr!"), "one t"),
     ("one two three", ("two thrice",), "one two three"),
-    ("one two three", ("three!",), "one two three"),
-    ("one two three", (), "one two three"),
     ("aaab", ("aab",), "a"),
-    ("abababc", ("ababc",), "ab"),
-    ("x\n\ny", ("\n\n",), "x"),
-    ("x\n\ny", ("\n\n\n",), "x\n\ny"),
-    ("smile 🙂 now", ("🙂",), "smile "),
     ("smile 🙂 now", ("🙂 n",), "smile "),
-    ("smile 🙂 now", ("🙃",), "smile 🙂 now"),
-    ("naïve", ("ï",), "na"),
     ("日本語", ("本",), "日"),
     ("family 👩‍👧 here", ("\u200d",), "family 👩"),
 ]

@@ -272,22 +272,19 @@ def test_code_in_the_folder_is_never_run(tmp_path: Path, place: str) -> None:
     assert "evil" not in sys.modules
 
 
-TOKENIZERS = ["", "[", "[]", "{}", '{"a": 1}', '{"added_tokens": [], "model": {}}', "[" * 100_000]
+MALFORMED = [
+    *(("tokenizer.json", text) for text in ("", "[", "[]", "{}", '{"a": 1}', "[" * 100_000)),
+    ("tokenizer.json", '{"added_tokens": [], "model": {}}'),
+    *(("tokenizer_config.json", text) for text in ("", "[]", "7", '{"a":' + "[" * 100_000)),
+    *(("tokenizer_config.json", f'{{"{name}": 5}}') for name in ("tokenizer_class", "eos_token")),
+]
 
 
-@pytest.mark.parametrize("content", TOKENIZERS, ids=lambda text: str(text[:20]))
-def test_a_malformed_tokenizer_is_an_invalid_checkpoint(tmp_path: Path, content: str) -> None:
-    folder = edited(tmp_path / "m")
-    _ = (folder / "tokenizer.json").write_text(content)
-    with pytest.raises(InvalidCheckpoint):
-        _ = TextCodec.load(folder)
-
-
-@pytest.mark.parametrize("content", ["", "[]", "7", '{"tokenizer_class": 5}', '{"eos_token": 5}'])
-def test_a_malformed_tokenizer_config_is_an_invalid_checkpoint(
-    tmp_path: Path, content: str
+@pytest.mark.parametrize(("name", "content"), MALFORMED, ids=lambda text: str(text[:20]))
+def test_a_malformed_tokenizer_is_an_invalid_checkpoint(
+    tmp_path: Path, name: str, content: str
 ) -> None:
     folder = edited(tmp_path / "m")
-    _ = (folder / "tokenizer_config.json").write_text(content)
+    _ = (folder / name).write_text(content)
     with pytest.raises(InvalidCheckpoint):
         _ = TextCodec.load(folder)
