@@ -1,4 +1,4 @@
-"""Encoders are recognised by their type, and pool as their publisher's files or a card say."""
+"""Embedders are recognised by type, card or folder, and pool as their files or a card say."""
 
 import json
 from pathlib import Path
@@ -6,15 +6,21 @@ from pathlib import Path
 import pytest
 from cards import stage_bytes
 from embedders import ENCODERS, copied, encoder
+from typer.testing import CliRunner
 
+from exo_node.node.cli.main import app
 from exo_node.node.store import listing
 from exo_node.node.store.hub_cache import HubCache
 from exo_node.node.store.library import KnownModel, ModelLibrary
+from exo_node.node.store.listing import recommended
 from exo_node.node.store.model_folder import is_model_file
+from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import ClusterView, NodeFacts
 from exo_node.placement.errors import InvalidCheckpoint
 from exo_node.placement.ids import ModelId, NodeId
+from exo_node.placement.library import packaged_cards
 from exo_node.placement.parse_card import derive_card
+from exo_node.shard.checkpoint.embedders import pooling_of
 from exo_node.shard.checkpoint.model_classes import has_class
 
 MODEL = ModelId("tiny")
@@ -167,3 +173,69 @@ def test_a_list_says_that_an_encoder_embeds_and_what_it_needs(
     ]
     assert entry["fits"]["tokens_per_second"] is None
     assert entry["mtp"].startswith("embeds") and ("exo-node[vision]" in entry["mtp"]) != has
+
+
+# ------------------------------------------------------- models of text that were made embedders
+
+
+def with_abilities(root: Path) -> tuple[ModelCard, tuple[str, ...]]:
+    library = ModelLibrary((root,), offline=True)
+    return opened(root).card, library.file_facts(library.get(MODEL)).capabilities
+
+
+def test_a_folder_that_pools_the_last_token_is_an_embedder_and_nothing_else(tmp_path: Path) -> None:
+    folder = copied(tmp_path / MODEL)
+    # The base model's, which publishers leave there.
+    template = "{% if tools %}{{ tools }}<tool_call>{% endif %}<think>"
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = template
+    _ = (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    card, listed = with_abilities(tmp_path)
+    assert card.embeds and listed == ("embeddings",)
+    pooling = folder / POOLING
+    _ = pooling.write_text('{"pooling_mode": "lasttoken"}')
+    assert pooling_of(folder) == "last"
+    _ = pooling.write_text('{"pooling_mode_mean_tokens": true, "pooling_mode_lasttoken": false}')
+    assert pooling_of(folder) == "mean"
+    card, listed = with_abilities(tmp_path)
+    assert not card.embeds and set(listed) == {"thinking", "tools"}
+    _ = pooling.write_text("[")
+    with pytest.raises(InvalidCheckpoint, match="malformed JSON"):
+        _ = pooling_of(folder)
+    pooling.unlink()
+    assert pooling_of(folder) is None
+    assert not opened(tmp_path).card.embeds
+
+
+def test_a_persons_card_wins_over_the_folder(tmp_path: Path) -> None:
+    folder = copied(tmp_path / MODEL)
+    _ = (folder / "exo-card.toml").write_text("capabilities = []\n")
+    assert not opened(tmp_path).card.embeds
+    (folder / POOLING).unlink()
+    _ = (folder / "exo-card.toml").write_text('capabilities = ["embeddings"]\n')
+    assert opened(tmp_path).card.embeds
+
+
+def test_packaged_embedders_and_their_quantisations_embed() -> None:
+    cards = packaged_cards()
+    for size in ("0.6B", "4B", "8B"):
+        card = cards[ModelId(f"Qwen/Qwen3-Embedding-{size}")]
+        assert card.embeds and not card.native_mtp
+        assert all(card.as_variant(variant).embeds for variant in card.variants)
+
+
+def test_embedders_are_not_recommended_for_answers() -> None:
+    fits = {"nodes": 1, "tokens_per_second": 50.0}
+    entries = [
+        {"id": name, "fits": fits, "size_bytes": size, "capabilities": abilities}
+        for name, size, abilities in (("large", 9, ["embeddings"]), ("small", 3, ["tools"]))
+    ]
+    assert [entry["id"] for entry in recommended(entries)] == ["small"]
+
+
+@pytest.mark.parametrize("command", [["verify"], ["bench", "mtp"]])
+def test_commands_that_need_answers_refuse_an_embedder(tmp_path: Path, command: list[str]) -> None:
+    _ = copied(tmp_path / MODEL)
+    result = CliRunner().invoke(app, [*command, MODEL, "--models-dir", str(tmp_path)])
+    assert result.exit_code != 0
+    assert "is an embedder" in f"{result.output} {result.exception}"

@@ -1,4 +1,4 @@
-"""The repository and revision that a pull downloads."""
+"""The repository and revision that a pull downloads, and the models that may be deleted."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 from huggingface_hub import constants
 from models import make_checkpoint
 
-from exo_node.node.store.library import ModelLibrary
+from exo_node.node.store.library import KnownModel, ModelLibrary
 from exo_node.placement.errors import ModelNotFound
 from exo_node.placement.ids import ModelId
 from exo_node.placement.library import packaged_cards
@@ -73,3 +73,21 @@ def test_only_models_on_the_disk_are_named_for_a_removal(
 def test_a_repository_without_a_card_is_pulled_as_it_is_named(tmp_path: Path) -> None:
     library = ModelLibrary((), offline=True, cards=tmp_path)
     assert library.repository("nobody/knows") == ("nobody/knows", None)
+
+
+def test_each_place_says_whether_its_models_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    library = ModelLibrary((tmp_path / "mine", tmp_path / "data"), offline=True)
+    snapshot = tmp_path / "hub" / "models--a--b" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+
+    def kept(folder: Path | None) -> str:
+        return library.kept_reason(KnownModel(packaged_cards()[ModelId(MODEL)], folder))
+
+    assert kept(tmp_path / "mine" / "m") == f"{tmp_path / 'mine' / 'm'} is a folder of yours"
+    assert kept(snapshot) == "another program brought it"
+    assert kept(tmp_path / "data" / "m") == kept(None) == ""
+    demo = packaged_cards()[ModelId("demo")]
+    assert library.kept_reason(KnownModel(demo, None)) == "it is part of exo-node"

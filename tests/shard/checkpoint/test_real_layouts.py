@@ -312,7 +312,7 @@ OTHER_CONTEXT = {"zai-org/GLM-4.5": "glm-4.6"}
 
 def test_every_packaged_card_has_its_fixture() -> None:
     fixtures = {*PACKAGED, *OTHER_CONTEXT, *json.loads(CARD_CONFIGS.read_text())}
-    # Embedders have no head; tests/node/store/test_embedders.py is about their cards.
+    # Embedders have no head; tests/node/store/test_encoders.py is about their cards.
     chat = {
         name for name, card in packaged_cards().items() if "embeddings" not in card.capabilities
     }
