@@ -9,9 +9,8 @@ the whole of it.
 
 import sys
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -35,17 +34,26 @@ def replaced_modules(stand_ins: Sequence[ModuleType]) -> Generator[None]:
             del sys.modules[name]
 
 
-_HOMES: Final = {
-    "AutoTokenizer": "models.auto.tokenization_auto",
-    "PreTrainedTokenizerFast": "tokenization_utils_tokenizers",
-}
-"""Modules of the names that mlx-lm's tokenizers use. If one fails, the whole is imported."""
+def _auto_tokenizer() -> Any:
+    from transformers.models.auto.tokenization_auto import AutoTokenizer
+
+    return AutoTokenizer
+
+
+def _fast_tokenizer() -> Any:
+    from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast
+
+
+_HOMES: Final = {"AutoTokenizer": _auto_tokenizer, "PreTrainedTokenizerFast": _fast_tokenizer}
+"""Loaders of the names that mlx-lm's tokenizers use. If one fails, the whole is imported."""
 
 
 class _BarePackage(ModuleType):
     """A package whose `__init__` has not run."""
 
-    def __init__(self, spec: ModuleSpec, homes: Mapping[str, str]) -> None:
+    def __init__(self, spec: ModuleSpec, homes: Mapping[str, Callable[[], Any]]) -> None:
         super().__init__(spec.name)
         self.__path__ = list(spec.submodule_search_locations or ())
         self.__spec__ = spec
@@ -58,7 +66,7 @@ class _BarePackage(ModuleType):
         if name.startswith("__"):  # imports, debuggers and copies look these up in any module
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         try:
-            value = getattr(import_module(f"{_NAME}.{self._homes[name]}"), name)
+            value = self._homes[name]()
         except (KeyError, ImportError):
             return getattr(_real_package(self.__name__), name)
         setattr(self, name, value)
