@@ -9,6 +9,9 @@ PROMPT: Final = "prompt"
 """The `param` of errors about a whole prompt; the entry node replaces it by the client's field."""
 
 
+_BY_CODE: dict[str, "type[ExoNodeError]"] = {}
+
+
 class ExoNodeError(Exception):
     """An error with a sentence for a person: what is wrong, in which field, and the remedy."""
 
@@ -16,7 +19,9 @@ class ExoNodeError(Exception):
 
     def __init_subclass__(cls, code: str = "") -> None:
         """`code`: its name on the wire and in the API; the base's if it has none."""
-        cls.code = code or cls.code
+        if code:
+            cls.code = code
+            _BY_CODE[code] = cls
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         """`param` names the field, flag, variable, file or tensor at fault."""
@@ -141,13 +146,6 @@ class InvalidSettings(ExoNodeError, code="invalid_settings"):
     """A flag, variable or file of this node is wrong."""
 
 
-def _subclasses(kind: type[ExoNodeError]) -> list[type[ExoNodeError]]:
-    return [kind] + [deeper for sub in kind.__subclasses__() for deeper in _subclasses(sub)]
-
-
 def from_code(code: str, message: str, param: str | None) -> ExoNodeError:
     """The error that another process raised, rebuilt from its wire form."""
-    for kind in _subclasses(ExoNodeError):
-        if kind.code == code:
-            return kind(message, param=param)
-    return ExoNodeError(message, param=param)
+    return _BY_CODE.get(code, ExoNodeError)(message, param=param)

@@ -1,6 +1,6 @@
 """The head's memory between two passes: runners, failures, and the marks of its actions."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from math import ceil, inf
 
@@ -13,7 +13,6 @@ from .plan_wire import plan_from_wire
 from .situation import placement_of
 from .state import (
     UNCONNECTED,
-    Demand,
     Epoch,
     FailureKind,
     GiveUp,
@@ -55,15 +54,8 @@ class Observations:
         self.proven: set[ModelId] = set()
         """Models that were ready, and were not unloaded since."""
 
-    def observed(
-        self,
-        nodes: Sequence[LiveNode],
-        waiting: Mapping[ModelId, float],
-        answers: Mapping[tuple[PlacementId, Epoch], int],
-        demand: Mapping[PlacementId, Demand],
-        busy: frozenset[PlacementId],
-    ) -> Observed:
-        """The whole for a pass; what is out of date is dropped first."""
+    def observed(self) -> Observed:
+        """This memory for a pass, without the rest; what is out of date is dropped first."""
         since = self._clock() - self._timing.failures_within_s
         self.failures = [failure for failure in self.failures if failure.at > since]
         self._removed_at = {key: at for key, at in self._removed_at.items() if at > since}
@@ -72,19 +64,14 @@ class Observations:
             for name in marks.keys() - names:
                 del marks[name]
         return Observed(
-            tuple(nodes),
-            self.runners,
-            dict(waiting),
-            answers,
-            demand,
-            dict(self.broken),
-            tuple(self.failures),
-            dict(self._answered_at),
-            frozenset(self.proven),
-            dict(self.retiring),
-            dict(self.given_up),
-            busy,
-            self._serial,
+            runners=self.runners,
+            broken=dict(self.broken),
+            failures=tuple(self.failures),
+            answered_at=dict(self._answered_at),
+            proven=frozenset(self.proven),
+            retiring=dict(self.retiring),
+            given_up=dict(self.given_up),
+            serial=self._serial,
         )
 
     def count(self) -> None:

@@ -67,11 +67,10 @@ class Placements:
         self.desired = desired
         self._clock = clock
         self._cards = ModelCards(facts, self._kick)
-        self._view = PlannerView(facts, timing, self._cards.by_model)
+        cards = self._cards.by_model
+        self._view = PlannerView(facts, timing, cards)
         self._observations = Observations(clock, timing)
-        self._records = PlacementRecords(
-            facts, self._events, self._observations, self._cards.by_model, clock
-        )
+        self._records = PlacementRecords(facts, events, self._observations, cards, clock)
         self.actions = StageActions(
             stages, facts, self._observations, timing, self._records, self._kick
         )
@@ -292,12 +291,13 @@ class Placements:
         return self.desired.effective(self._cards.by_model.keys())
 
     def _observed(self, nodes: Sequence[LiveNode]) -> Observed:
-        return self._observations.observed(
-            nodes,
-            self._requests.since,
-            self._records.answers(self._clock() - self._timing.claim_grace_s),
-            self._records.demand(),
-            frozenset(self.actions.busy),
+        return replace(
+            self._observations.observed(),
+            nodes=tuple(nodes),
+            waiting=self._requests.since,
+            answers=self._records.answers(self._clock() - self._timing.claim_grace_s),
+            demand=self._records.demand(),
+            busy=frozenset(self.actions.busy),
         )
 
     def _begin(self, action: Action) -> None:
