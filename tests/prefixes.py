@@ -121,7 +121,7 @@ def two_stages(
         _disk(folder, kind, stage)
         for folder, stage in zip(folders or (None, None), stages, strict=True)
     ]
-    options = EngineOptions("float32", 4096, SHORT, prefix_cache_bytes=room, stages=2)
+    options = EngineOptions("float32", 4096, SHORT, prefix_cache_bytes=room, num_stages=2)
     return Pipeline(parts, options, disks=disks)
 
 

@@ -87,7 +87,7 @@ def as_two_stages(
     expected = StageLimits("p", 1, "float32", hidden_size(config), chunk, 4096, VOCABULARY)
     worker = StageWorker(second, expected, time.monotonic)
     link = Link([worker], [expected])
-    options = EngineOptions("float32", 4096, chunk, stages=2)
+    options = EngineOptions("float32", 4096, chunk, num_stages=2)
     prefixes = PrefixStore(0, first.make_caches)
     executor = PipelineExecutor(first, link, options, prefixes, frozenset(), lambda: 0.0)
     engine = Engine(executor, Scheduler(4096, chunk, stages=2), lambda: 0.0)

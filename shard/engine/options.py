@@ -1,6 +1,6 @@
 """EngineOptions: the part of a stage's specification that concerns its engine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from ...proto import peer_pb2 as pb
 
@@ -24,7 +24,7 @@ class EngineOptions:
     """Budget of the prefix cache and the requests in progress together; no prefixes if it is 0."""
     batching: bool = True
     """Whether requests that are decoded at the same time share forwards."""
-    stages: int = 1
+    num_stages: int = 1
     """Stages of the placement."""
     prompt_lookup: bool = False
     """Whether requests may copy drafts from their own tokens."""
@@ -35,18 +35,4 @@ class EngineOptions:
 
     @classmethod
     def of(cls, spec: pb.StageSpec) -> "EngineOptions":
-        return cls(
-            spec.dtype,
-            spec.context_length,
-            spec.prefill_chunk,
-            spec.async_draft_eval,
-            spec.max_draft_tokens,
-            spec.fixed_rows,
-            spec.draft_vocabulary,
-            spec.prefix_cache_bytes,
-            spec.batching,
-            spec.num_stages,
-            spec.prompt_lookup,
-            spec.lookup_off_reason,
-            spec.pooling,
-        )
+        return cls(**{each.name: getattr(spec, each.name) for each in fields(cls)})

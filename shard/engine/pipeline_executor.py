@@ -27,7 +27,7 @@ from ..pipeline.link import StageLink, Trip
 from .executor import REPORT_EVERY
 from .options import EngineOptions
 from .prefill_forward import PrefillForward
-from .prefixes.borders import Borders, PrefillLog
+from .prefixes.borders import Borders
 from .prefixes.store import PrefixStore
 from .request import Request
 from .scheduler import Decode, Flight, Prefill
@@ -112,18 +112,13 @@ class PipelineExecutor:
         )
         self.step_times = self.rounds.step_times
         self._states = self.rounds.groups.single
-        self._prefill_logs: dict[Request, PrefillLog] = {}
-        """The forwards over each prompt that is not read yet."""
         self._borders: dict[Request, Borders] = {}
-        self._border_rows: dict[Request, int] = {}
-        """Rows of each prompt after which all stages last cached the state."""
 
     def begin(self, request: Request) -> RemoteWork | None:
         """Gives a request its caches; queries the other stages if a prefix is cached here."""
         request.phase = "prefill"
         self._states[request] = State(self._model.make_caches())
-        self._prefill_logs[request] = PrefillLog()
-        self._borders[request] = Borders(request.prompt, request.ends, self._turn_ends, 0)
+        self._borders[request] = Borders(request.path, self._turn_ends, 0)
         self._prefixes.begin()
         if request.alone or not request.uses_cache:
             return None
@@ -151,13 +146,10 @@ class PipelineExecutor:
         assert output.hidden is not None
         begin, state = request.rows, self._states[request]
         state.rows = request.rows = end = forward.ends[0]
-        ids, prefill_log = request.prompt[begin:end], self._prefill_logs[request]
+        ids = request.prompt[begin:end]
         is_last = end == len(request.prompt)
         reply = pb.REPLY_LAST if is_last and not request.replay.log else pb.REPLY_COMPUTED
         border = self._border(request, state) if not is_last else pb.BORDER_UNSPECIFIED
-        prefill_log.add(begin, ids, border)
-        if is_last:
-            del self._prefill_logs[request]
         data = to_bytes(output.hidden)
         mx.clear_cache()
         self._require_finite(data, begin, end - begin)
@@ -171,13 +163,11 @@ class PipelineExecutor:
     def keep_prefix(self, request: Request) -> None:
         """Puts a copy of its state after the rows read so far into the prefix cache, if all stages
         do."""
-        if self._border_rows.get(request) != request.rows:
-            return
-        following = len(request.prompt) - request.rows
-        state, prefill_log = self._states[request], self._prefill_logs[request]
-        salt = request.parameters.sharing.cache_salt
-        self._prefixes.keep_read(prefill_log, state, self.bytes, following, salt)
-        self._prefixes.memory.evict(self.bytes)
+        borders, rows = self._borders[request], request.rows
+        if borders.last == rows:
+            path, following = request.path.up_to(rows), len(request.prompt) - rows
+            state = self._states[request]
+            self._prefixes.keep_read(path, state, borders.first_turn, self.bytes, following)
 
     def make_room(self, request: Request) -> None:
         """Shrinks the prefix cache as the next rows of an answer require."""
@@ -258,8 +248,7 @@ class PipelineExecutor:
         if request not in self._borders:
             return
         self.rounds.release(request)
-        for by_request in (self._prefill_logs, self._borders, self._border_rows):
-            _ = by_request.pop(request, None)
+        del self._borders[request]
         self._link.release(request.key)
 
     def forget(self, requests: Sequence[Request]) -> list[Request]:
@@ -273,21 +262,16 @@ class PipelineExecutor:
         state = self._prefixes.restore(request.path, common, self.bytes)
         if state is not None:
             self._states[request] = state
-            self._prefill_logs[request] = PrefillLog.of(request.path, state)
             request.rows = request.cached_rows = common
             request.cached_tier = state.tier
-            borders = Borders(request.prompt, request.ends, self._turn_ends, common)
-            self._borders[request] = borders
+            self._borders[request] = Borders(request.path, self._turn_ends, common)
         return StepOutcome(request, Prefilled(request.rows, len(request.prompt)))
 
     def _border(self, request: Request, state: State) -> "pb.Border.ValueType":
         """Whether all stages cache the state after a chunk."""
         if not self._prefixes.enabled or not request.uses_cache:
             return pb.BORDER_UNSPECIFIED
-        border = self._borders[request].at(state.rows, state.caches)
-        if border != pb.BORDER_UNSPECIFIED:
-            self._border_rows[request] = state.rows
-        return border
+        return self._borders[request].at(state.rows, state.caches)
 
     def _read_tokens(self, flight: RemoteWork, sound: Sequence[Request]) -> list[StepOutcome]:
         """Samples and reads the tokens of a round or of prompts' ends, in one synchronisation."""

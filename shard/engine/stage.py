@@ -234,8 +234,9 @@ class StageWorker:
         if not block.replayed:
             request.prefill_log.add(member.position, block.tokens, block.border)
         if block.border != pb.BORDER_UNSPECIFIED:
-            state = self._rounds.groups.single[request]
-            self._prefixes.keep_read(request.prefill_log, state, self.cache_bytes(), block.rows)
+            state, read = self._rounds.groups.single[request], request.prefill_log
+            live = self.cache_bytes()
+            self._prefixes.keep_read(read.path, state, read.first_turn, live, block.rows)
         self._shrink_prefixes()
 
     def _shrink_prefixes(self) -> None:

@@ -20,8 +20,7 @@ from ...proto.grpc_options import CHANNEL_OPTIONS
 from ..checkpoint.files import Buffer
 from ..checkpoint.prefix_files import PrefixReceiver, ReceivedPrefix
 from ..engine.compute import ComputeThread
-from ..engine.prefixes.expected import ExpectedPrefix
-from ..engine.prefixes.lookup import PrefixLookup
+from ..engine.prefixes.lookup import ExpectedPrefix, PrefixLookup
 from ..engine.request import Parameters
 from ..model.stage_limits import StageLimits
 

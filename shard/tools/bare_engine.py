@@ -54,7 +54,7 @@ def bare_engine(
         make_caches,
         draft_model,
         clock,
-        forms=RoundForms.of(make_caches(), fixed_rows, "drafted" if runs_ahead else "none"),
+        forms=RoundForms.of(make_caches(), fixed_rows, runs_ahead),
     )
     depth = 2 if runs_ahead else 1
     scheduler = Scheduler(ROWS, chunk, depth=depth)

@@ -49,28 +49,26 @@ class DraftProfileKey:
         return hashlib.sha256(text.encode()).hexdigest()[:32] + ".json"
 
 
-class _Cell(BaseModel):
+class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
+
+class _Cell(_Strict):
     bucket: int = Field(ge=0, le=32)
     k: int = Field(ge=0, le=8)
     seconds: list[_Seconds] = Field(max_length=RECENT)
 
 
-class MeasuredIdentity(BaseModel):
+class MeasuredIdentity(_Strict):
     """The identity of up to `k` drafts within a context length."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     value: Identity
     k: int = Field(ge=0, le=8)
     context_length: int = Field(ge=1)
 
 
-class MeasuredCopies(BaseModel):
+class MeasuredCopies(_Strict):
     """Lengths of copied drafts within a context length: which are exact, and seconds of each."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
     lengths: tuple[_Length, ...] = Field(min_length=1, max_length=8)
     exact: tuple[_Length, ...] = Field(max_length=8)
@@ -89,10 +87,8 @@ class MeasuredCopies(BaseModel):
         return self
 
 
-class MeasuredSharedCopies(BaseModel):
+class MeasuredSharedCopies(_Strict):
     """Lengths of copied drafts in batches: which are exact, and what rounds cost."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
     lengths: tuple[_Length, ...] = Field(max_length=8)
     exact: tuple[_Length, ...] = Field(max_length=8)
@@ -101,10 +97,8 @@ class MeasuredSharedCopies(BaseModel):
     """(requests, length, seconds relative to a plain round) of exact lengths."""
 
 
-class _Stored(BaseModel):
+class _Stored(_Strict):
     """The schema of the file; a file that does not match is ignored."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
     key: dict[str, str | int]
     probed: list[_Seconds] = Field(max_length=9)

@@ -122,8 +122,8 @@ def _objection(options: EngineOptions, caches: Sequence[object], *, is_whole: bo
         return options.lookup_off_reason or "the placement was loaded without it"
     if not is_whole:
         return (
-            f"the placement has {options.stages} stages, and drafts are copied only where one node "
-            "holds the whole model"
+            f"the placement has {options.num_stages} stages, and drafts are copied only where one "
+            "node holds the whole model"
         )
     if kinds := fixed_kinds(caches):
         return (

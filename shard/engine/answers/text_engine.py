@@ -33,7 +33,7 @@ from ..prefixes.lookup import PrefixLookup
 from ..prefixes.store import PrefixStore
 from ..prompt_images import PromptImages
 from ..request import DraftProgress, Parameters, ReplayProgress, Request
-from ..round_forms import RoundForms, lookahead_of
+from ..round_forms import RoundForms
 from ..scheduler import Scheduler
 from .answer_reads import AnswerReads
 from .draft_profile import DraftProfile, DraftProfileKey
@@ -111,9 +111,13 @@ class TextEngine:
         )
         self.prefix_lookup = PrefixLookup(self._prefixes, self._schedule)
         self._answer_reads = AnswerReads(self._schedule, options.context_length)
-        drafts = options.async_draft_eval and not options.fixed_rows
-        lookahead = lookahead_of(self._kernels, runs_ahead, drafts=drafts)
-        forms = RoundForms.of(caches, options.fixed_rows, lookahead)
+        forms = RoundForms.of(
+            caches,
+            options.fixed_rows,
+            runs_ahead,
+            kernels=self._kernels,
+            drafts=options.async_draft_eval and not options.fixed_rows,
+        )
         self._executor = (
             self._local_executor(forms) if link is None else self._pipeline_executor(link)
         )
@@ -152,7 +156,7 @@ class TextEngine:
             case LocalExecutor(overlaps=overlaps):
                 return Scheduler(rows, chunk, depth=2 if overlaps else 1)
             case PipelineExecutor():
-                return Scheduler(rows, chunk, stages=max(2, self._options.stages))
+                return Scheduler(rows, chunk, stages=max(2, self._options.num_stages))
 
     def drive(
         self, compute: ComputeThread, parameters: Parameters, deliver: Deliver, on_end: OnEnd

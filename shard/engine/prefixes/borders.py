@@ -14,12 +14,12 @@ from typing import Any
 from ....proto import peer_pb2 as pb
 from ..states.state import State
 from .memory import is_worth_caching
-from .prompt_path import PromptPath, Salt
+from .prompt_path import PromptPath
 
 
 @dataclass(slots=True)
 class PrefillLog:
-    """The forwards over a prompt that a stage has computed, from the prompt's first row on."""
+    """The forwards over a prompt that a later stage has computed, from the first row on."""
 
     ids: list[int] = field(default_factory=list[int])
     ends: list[int] = field(default_factory=list[int])
@@ -34,9 +34,10 @@ class PrefillLog:
             list(path.ids[: state.rows]), list(path.up_to(state.rows).ends), state.first_turn
         )
 
-    def path(self, salt: Salt) -> PromptPath:
+    @property
+    def path(self) -> PromptPath:
         """Its forwards."""
-        return PromptPath(self.ids, self.ends, salt)
+        return PromptPath(self.ids, self.ends)
 
     def add(self, begin: int, tokens: Sequence[int], border: "pb.Border.ValueType") -> None:
         """Adds a forward over the rows from `begin` on, unless earlier rows are missing."""
@@ -51,27 +52,22 @@ class PrefillLog:
 class Borders:
     """Decides on the first stage which states of one prompt all stages cache."""
 
-    def __init__(
-        self,
-        prompt: Sequence[int],
-        ends: Sequence[int],
-        turn_ends: Collection[int],
-        cached_rows: int,
-    ) -> None:
-        """`ends`: the row after each forward over `prompt`. `cached_rows`: rows of the prefix that
-        it began after."""
-        inner = ends[:-1]  # no request begins after the last: its logits are needed
-        self._inner = frozenset(inner)
-        self._always = {end for end in inner if prompt[end - 1] in turn_ends}
-        self._first = min(self._always, default=0)
-        self._always |= set(inner[-1:])
-        self._last = cached_rows
+    def __init__(self, path: PromptPath, turn_ends: Collection[int], cached_rows: int) -> None:
+        """`path`: all forwards over the prompt. `cached_rows`: rows of the prefix that it began
+        after."""
+        self._inner = path.inner.ends  # no request begins after the last: its logits are needed
+        turns = [end for end in self._inner if path.ids[end - 1] in turn_ends]
+        self.first_turn = min(turns, default=0)
+        """The row after the prompt's first turn, or 0."""
+        self._always = {*turns, *self._inner[-1:]}
+        self.last = cached_rows
+        """Rows after which all stages last cached the state."""
 
     def at(self, rows: int, caches: Sequence[Any]) -> "pb.Border.ValueType":
         """Whether the state after `rows` rows, which is in `caches`, is cached."""
         if rows not in self._inner:
             return pb.BORDER_UNSPECIFIED
-        if rows not in self._always and not is_worth_caching(caches, rows - self._last):
+        if rows not in self._always and not is_worth_caching(caches, rows - self.last):
             return pb.BORDER_UNSPECIFIED
-        self._last = rows
-        return pb.BORDER_FIRST_TURN if rows == self._first else pb.BORDER_KEPT
+        self.last = rows
+        return pb.BORDER_FIRST_TURN if rows == self.first_turn else pb.BORDER_KEPT

@@ -53,7 +53,7 @@ class _RequestBegan(Exception):
 
 
 class PrefixDisk:
-    """A `Tier`: the files of one stage of one model. All methods but `longest` and `descriptions`
+    """The files of one stage of one model. All methods but `longest` and `descriptions`
     run on the compute thread; another thread writes."""
 
     def __init__(
@@ -95,8 +95,8 @@ class PrefixDisk:
         """Rows of all prefixes that `find` might return, ascending."""
         return [end for end, _ in self._candidates(path)]
 
-    def find(self, path: PromptPath, beyond: int = 0, live: int = 0) -> State | None:
-        """See `Tier.find`. Files that cannot be used are deleted."""
+    def find(self, path: PromptPath, beyond: int = 0) -> State | None:
+        """See `PrefixCache.find`. What cannot be read is as good as absent, and is deleted."""
         for end, name in reversed(self._candidates(path)):
             if end <= beyond:
                 break
@@ -172,10 +172,8 @@ class PrefixDisk:
                 self._turn_off(fault)
         return False
 
-    def evict(self, live: int | None = None) -> None:
-        """Deletes all files of this stage. They need no memory, so not beside `live` bytes."""
-        if live is not None:
-            return
+    def clear(self) -> None:
+        """Deletes all files of this stage."""
         self.pause()
         self._pending.clear()
         if self._writing is not None:

@@ -1,8 +1,8 @@
 """Paths of the prefix cache as named arrays and JSON values, and files of those as prefixes."""
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from typing import Any, Final, NamedTuple, Protocol, cast
+from typing import Any, Final, NamedTuple, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
@@ -10,7 +10,7 @@ from mlx_lm.models.cache import ArraysCache
 from ....mtp.caches.rollback import TapedCache, cache_arrays, row_count
 from ....mtp.caches.window import WindowCache
 from ....mtp.seams import FORWARD_FAULTS
-from ...checkpoint.prefix_files import StoredTensor, TensorContent
+from ...checkpoint.prefix_files import PrefixFile, ReceivedPrefix, StoredTensor
 from ..states.cache_parts import LayerRows, joined
 from ..states.spans import Span
 from ..states.state import DraftState, State
@@ -77,17 +77,8 @@ class JoinedDescription(NamedTuple):
     """The names of the tensors that are needed, with their new names, by file."""
 
 
-class PrefixContent(Protocol):
-    """A file of a prefix, or what another runner sent in its place."""
-
-    @property
-    def description(self) -> Mapping[str, Any]: ...
-
-    def tensors(self, names: Iterable[str]) -> Generator[TensorContent]:
-        """The tensors of these names in order, verified. Raises ValueError or a parser's error."""
-        ...
-
-
+PrefixContent = PrefixFile | ReceivedPrefix
+"""A file of a prefix, or what another runner sent in its place."""
 CONTENT_FAULTS: Final = (OSError, MemoryError, *FORWARD_FAULTS)
 """Exceptions for files whose content is not what was written, or has no room."""
 

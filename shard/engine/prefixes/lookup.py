@@ -1,8 +1,9 @@
-"""How much of a prompt is in the prefix cache, and that state as a file for another runner."""
+"""How much of a prompt is in the prefix cache, and its state as a file of other runners."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from ....mtp.schedule import Schedule
 from ....mtp.types import CacheTier
@@ -10,13 +11,14 @@ from ...checkpoint.files import Buffer
 from ...checkpoint.prefix_files import TensorEntry, header_of, opened, pieces_of
 from .disk import PrefixDisk
 from .encoding import can_encode, encoded, joined_description
-from .expected import ExpectedPrefix
 from .prompt_path import DRAFTS, PromptPath, Salt, stems
 from .store import PrefixStore
 from .tree import PrefixNode
 
 Pieces: TypeAlias = Callable[[], Iterator[Buffer]]
 """The content of a file, in pieces of any size; for a thread that may wait."""
+SPARE_ROWS: Final = 1 << 13
+"""Rows beyond the context that a cache may have room for, as it grows by whole steps."""
 
 
 class CachedRows(NamedTuple):
@@ -26,6 +28,51 @@ class CachedRows(NamedTuple):
     tier: CacheTier = ""
     bytes: int = 0
     """Bytes of the state after those rows; of files, all that lie along the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedPrefix:
+    """The prefixes of one prompt that are worth a transfer."""
+
+    key: str
+    """See `persistent_files.shared_prefix_key`."""
+    stems: Mapping[int, str]
+    """The names of the prompt's states, by their rows."""
+    beyond: int
+    """Rows of the prefix that is cached here."""
+    drafts: bool
+    """Whether a draft state is needed."""
+    context_length: int
+
+    def check(self, description: Mapping[str, Any]) -> None:
+        """Raises ValueError, or a parser's error, unless a file's description is one of them."""
+        if description["key"] != self.key:
+            raise ValueError("it is of another model, or of another kind of machine")
+        rows, name = description["rows"], description["name"]
+        stem = self.stems.get(rows)
+        if stem is None or name not in ((stem + DRAFTS,) if self.drafts else (stem + DRAFTS, stem)):
+            raise ValueError("it is of another prompt")
+        if (description["head"] is not None) != name.endswith(DRAFTS):
+            raise ValueError("it has another draft state than its name says")
+        if (description["begin"], description["parent"]) != (0, None):
+            raise ValueError("its first rows are missing")
+        if rows <= self.beyond:
+            raise ValueError(f"its {rows} rows are no more than the {self.beyond} that are here")
+        counts = [rows, description["first_turn"]]
+        spans = list(description["spans"])
+        if (head := description["head"]) is not None:
+            counts.append(head["rows"])
+            spans += head["spans"]
+        if not all(type(count) is int and 0 <= count <= rows for count in counts):
+            raise ValueError("its counts of rows do not fit")
+        self._check_room(spans)
+
+    def _check_room(self, spans: Sequence[Sequence[Mapping[str, Any] | None]]) -> None:
+        rooms = [part["room"] for span in spans for part in span if part is not None]
+        if not all(
+            type(room) is int and 0 <= room <= self.context_length + SPARE_ROWS for room in rooms
+        ):
+            raise ValueError("its caches have more room than the context")
 
 
 class PrefixLookup:

@@ -28,7 +28,7 @@ STATE_EVERY = 4096
 
 
 class PrefixCache:
-    """A `Tier` of bounded size; `_victim` defines the order of eviction.
+    """States in memory, of bounded size; `_victim` defines the order of eviction.
 
     All methods but `longest` run on the compute thread.
     """
@@ -49,7 +49,11 @@ class PrefixCache:
         """Rows of prompts that requests began after, by the tier that had them."""
 
     def find(self, path: PromptPath, beyond: int = 0, live: int = 0) -> State | None:
-        """See `Tier.find`: the copy has room in the budget, or a shorter one is given."""
+        """A copy of the state after the longest prefix of more than `beyond` rows, or None.
+
+        The path's last forward is never skipped. The copy has room beside `live` bytes of requests
+        in progress, or a shorter one is given.
+        """
         usable = self._usable(path)
         while usable and usable[-1].end > beyond:
             if (state := self._copy_with_room(usable.pop(), path, live)) is not None:
@@ -63,10 +67,6 @@ class PrefixCache:
         node that was removed keeps its parents.
         """
         return max(self._nodes(path), key=lambda node: node.end, default=None)
-
-    def cached_rows(self, path: PromptPath) -> int:
-        """Rows of the prefix that `find` would return if the copy had room."""
-        return max(self.cached_ends(path), default=0)
 
     def cached_ends(self, path: PromptPath) -> list[int]:
         """Rows of all prefixes that `find` might return, ascending."""
@@ -130,7 +130,8 @@ class PrefixCache:
         return is_in_tree and node.states is not None
 
     def evict(self, live: int | None = None) -> None:
-        """See `Tier.evict`."""
+        """Removes what has no room beside `live` bytes of requests in progress, the least useful
+        first; without `live`, all of it."""
         if live is None:
             self._latest = None
             self._root.children.clear()

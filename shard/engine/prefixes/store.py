@@ -1,5 +1,6 @@
 """The prefix cache of a whole model or of a stage: states after prompts, in memory and on disk."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -8,12 +9,13 @@ from ....mtp.types import CacheTier
 from ...checkpoint.prefix_files import ReceivedPrefix
 from ..states.spans import growth_of
 from ..states.state import State
-from .borders import PrefillLog
 from .disk import PrefixDisk
+from .encoding import CONTENT_FAULTS, read_state
 from .memory import PrefixCache
-from .peer import PeerPrefix
-from .prompt_path import PromptPath, Salt
+from .prompt_path import PromptPath
 from .tree import PrefixNode
+
+log = logging.getLogger(__name__)
 
 GROWTH_ROWS = 64
 """Tokens of an answer for which the prefix cache makes room at once."""
@@ -74,17 +76,15 @@ class PrefixStore:
         if not self.enabled:
             return None
         self.memory.evict(live)
-        peer = None if received is None else PeerPrefix(received, self.memory.make_caches)
-        state, rows = None, self.memory.cached_rows(path)
-        for tier in (self.disk, peer):
-            if tier is not None and (longer := tier.find(path, rows)) is not None:
-                state, rows = longer, longer.rows
+        state, rows = None, max(self.memory.cached_ends(path), default=0)
+        if self.disk is not None and (state := self.disk.find(path, rows)) is not None:
+            rows = state.rows
+        if received is not None:
+            state = self._of_peer(received, path, rows) or state
         if state is not None:  # memory gets a copy, if it has room beside the request's own
             node = self._keep(path, state, live + _bytes_of(state))
             if state.tier == "peer":
                 self._write_later(node)
-        if peer is not None:
-            peer.evict()
         state = state or self.memory.find(path, live=live)
         if state is not None:
             self.memory.hits[state.tier] += state.rows * counts
@@ -129,17 +129,17 @@ class PrefixStore:
         return state
 
     def keep_read(
-        self, prefill_log: PrefillLog, state: State, live: int, following: int, salt: Salt = b""
+        self, path: PromptPath, state: State, first_turn: int, live: int, following: int
     ) -> None:
-        """Caches a copy of a state, whose rows are those of `prefill_log`.
+        """Caches a copy of a state after all forwards of `path`.
 
-        `following`: rows of the prompt after them, for which room is left.
+        `first_turn`: the row after the first turn, or 0. `following`: rows of the prompt after
+        them, for which room is left.
         """
-        if not self.enabled or len(prefill_log.ids) != state.rows:
+        if not self.enabled or path.ends[-1:] != [state.rows]:
             return  # some of its ids are missing
         live += growth_of(state.caches, following)
-        path = prefill_log.path(salt)
-        self._write_later(self.memory.insert(path, state, prefill_log.first_turn, live))
+        self._write_later(self.memory.insert(path, state, first_turn, live))
         self.memory.evict(live)
 
     def make_room(self, caches: Sequence[Any], live: int) -> None:
@@ -158,7 +158,22 @@ class PrefixStore:
         """Drops all prefixes, because the numbers of one are not finite."""
         self.memory.evict()
         if self.disk is not None:
-            self.disk.evict()
+            self.disk.clear()
+
+    def _of_peer(self, received: ReceivedPrefix, path: PromptPath, beyond: int) -> State | None:
+        """The state that another runner sent, if it has more than `beyond` rows. Frees it."""
+        try:
+            if received.rows <= beyond:
+                return None
+            state = read_state([received], self.memory.make_caches, path.ids)
+        except CONTENT_FAULTS as fault:  # the prompt is then read without it
+            why = str(fault) or type(fault).__name__
+            log.warning("a state from another node cannot be used: %s", why)
+            return None
+        finally:
+            received.free()
+        state.tier = "peer"
+        return state
 
     def _keep(self, path: PromptPath, state: State, live: int) -> PrefixNode | None:
         node = self.memory.keep(path, state, self._turn_ends, live)

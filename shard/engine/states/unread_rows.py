@@ -1,6 +1,7 @@
 """The rows of a batch that its draft head has not read."""
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Final, NamedTuple
 
 import mlx.core as mx
@@ -145,16 +146,9 @@ def _without_last(unread: Sequence[Rows]) -> list[Rows]:
 def _merge(blocks: Sequence[RowBlock]) -> list[RowBlock]:
     """Merges adjacent blocks whose rows are all committed, so that one forward reads them."""
     merged = list[RowBlock]()
-    run = list[RowBlock]()
-    for block in (*blocks, None):
-        if block is not None and _is_whole(block):
-            run.append(block)
-            continue
-        if run:
-            merged.append(_concatenate(run))
-            run = []
-        if block is not None:
-            merged.append(block)
+    for is_whole, run in groupby(blocks, _is_whole):
+        parts = list(run)
+        merged += [_concatenate(parts)] if is_whole else parts
     return merged
 
 

@@ -181,17 +181,6 @@ def test_chunks_of_which_some_are_lost_end_their_answer_once(count: int) -> None
     assert not scene.pipeline.leftovers
 
 
-def test_a_question_that_is_lost_ends_its_answer() -> None:
-    scene = Scene(THREE, ROOM)
-    reader = scene.of_kind("question")
-    scene.link.lose(scene.until(lambda message: message.kind == "question"))
-    scene.finish()
-    assert isinstance(reader.fault, PeerLost)
-    again = scene.answered(replace(reader.request, attempt=2))
-    assert again.end is not None and again.end.stats.cached_tokens == 3 * CHUNK
-    assert not scene.pipeline.leftovers
-
-
 def test_a_round_sets_out_only_when_all_before_it_is_back() -> None:
     """The parts of a prompt and of a log follow each other, and no row follows them."""
     scene = Scene()

@@ -168,22 +168,6 @@ def test_what_is_not_batched_says_why(changes: dict[str, Any], reason: str) -> N
         assert {r.forward.batch for r in reader.rounds} == {1}
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("family", ["qwen3_next", "glm4_moe", "mamba2"])
-def test_other_families_compute_the_same_driven(family: str) -> None:
-    """Mixtures of experts and recurrences, with random weights."""
-    config = tiny_config(family)
-    model = small(config)
-    engine_request = [
-        request([(7 * i + j) % VOCABULARY for j in range(9 + 5 * i)], 0, 24) for i in range(4)
-    ]
-    served, solo = (zoo_engine(model, config, batching=on) for on in (True, False))
-    readers = [Reader(each) for each in engine_request]
-    driven(served, readers)
-    assert max(r.forward.batch for each in readers for r in each.rounds) == 4
-    assert [tuple(r.ids) for r in readers] == [answer(solo, each).ids for each in engine_request]
-
-
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma3n"])
 def test_windows_turn_in_a_batch_as_they_do_alone(family: str) -> None:
     """Windows of 8 rows: prompts shorter and longer than one, joins, one that goes on alone.

@@ -68,17 +68,6 @@ def test_a_job_that_comes_between_steps_runs_before_the_next(
     assert work.done == ["step", "step", "job", "step", "step"]
 
 
-def test_jobs_that_are_there_run_before_the_first_step(compute: ComputeThread, work: Work) -> None:
-    def begin() -> None:
-        work.add(2)
-        for _ in range(3):
-            compute.post(lambda: work.done.append("job"))
-
-    compute.post(begin)
-    assert work.idle.wait(SOON_S)
-    assert work.done == ["job", "job", "job", "step", "step"]
-
-
 def test_an_idle_thread_looks_once_behind_each_job(compute: ComputeThread, work: Work) -> None:
     for _ in range(5):
         compute.submit(lambda: None).result(SOON_S)
@@ -137,9 +126,3 @@ def test_the_death_of_the_thread_is_told(where: str) -> None:
     assert str(deaths.get(timeout=SOON_S)) == "the event loop is closed"
     thread.close()
     assert not thread.alive
-
-
-def test_close_ends_the_thread() -> None:
-    thread = ComputeThread("compute-to-close")
-    thread.close()
-    assert "compute-to-close" not in {each.name for each in threading.enumerate()}

@@ -88,16 +88,6 @@ def test_attention_a_few_queries_at_a_time_changes_no_embedding(
     assert worst(embedded(engine, inputs(family)), family) < NEAR
 
 
-def test_dimensions_are_the_first_numbers_normalised_again(
-    engine: EmbeddingEngine, family: str
-) -> None:
-    row = rows_of(encoder(family))[0]
-    part = row["embedding"][:7]
-    length = sum(x * x for x in part) ** 0.5
-    cut = embedded(engine, {0: row["ids"]}, dimensions=7)[0]
-    assert difference(cut, [x / length for x in part]) < NEAR
-
-
 def rewritten(folder: Path, change: Callable[[dict[str, mx.array]], dict[str, mx.array]]) -> Path:
     path = str(folder / "model.safetensors")
     weights = mx.load(path)

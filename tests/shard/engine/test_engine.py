@@ -69,10 +69,6 @@ def test_the_oracles_prompt_ids_are_those_of_the_chat_template(demo: TextEngine)
         )
 
 
-def test_plain_answers_are_mlx_lms(exact: TextEngine) -> None:
-    assert list(answer_of(exact, 0).ids) == _mlx_lm_greedy(PROMPT, Sampling(), 60)
-
-
 @pytest.mark.parametrize(("k", "chunk"), [(0, 1), (0, 7), (1, 12), (2, 1), (3, 7), (3, 13)])
 def test_the_prefill_chunk_does_not_change_the_answer(
     exact: TextEngine, k: int, chunk: int
@@ -179,12 +175,6 @@ def test_penalties_give_mlx_lms_ids_at_every_k(exact: TextEngine, penalties: Sam
         got = answer(exact, engine_request)
         assert list(got.ids) == expected
         assert k == 0 or got.stats.accepted_draft_tokens > 0
-
-
-def test_penalties_and_a_seed_give_the_same_tokens_at_every_k(exact: TextEngine) -> None:
-    sampling = Sampling(temperature=1.0, seed=5, repetition_penalty=0.8, presence_penalty=0.3)
-    answers = {answer(exact, request(PROMPT, k, 40, sampling=sampling)).ids for k in range(4)}
-    assert len(answers) == 1
 
 
 def test_costs_are_measured_for_every_depth_and_leave_nothing_behind(exact: TextEngine) -> None:

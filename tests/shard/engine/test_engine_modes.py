@@ -13,7 +13,6 @@ from small import PROMPT, small_engine, small_spec
 
 from exo_node.mtp.drafting.costs import RoundCosts
 from exo_node.mtp.drafting.depth import Prior
-from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import InvalidRequest
 from exo_node.shard.engine.answers.draft_profile import (
     DraftProfile,
@@ -103,14 +102,6 @@ def test_the_head_loses_nothing_while_drafting_is_parked() -> None:
     looks = [r for r in got.rounds if r.drafted]
     assert 2 < len(looks) == len(heads) < len(got.rounds) / 2
     assert [cached for cached, _ in heads] == [committed for _, committed in heads]
-
-
-def test_a_seed_gives_the_same_tokens_adapted_or_not(engine: TextEngine) -> None:
-    sampling = Sampling(temperature=0.9, seed=11)
-    plain = answer(engine, request(PROMPT, 0, 32, sampling=sampling, ignore_eos=True))
-    other = with_costs(1, 1.5, 1.2, 9, counts=90, accepted=60)
-    engine_request = request(PROMPT, 3, 32, sampling=sampling, ignore_eos=True, adaptive_draft=True)
-    assert answer(other, engine_request).ids == plain.ids
 
 
 def test_loading_measures_what_rounds_cost_and_keeps_all_of_it(

@@ -54,40 +54,30 @@ def hex_dump(count: int) -> str:
 
 HONEST: dict[str, str] = {
     "empty Sudoku": board(9),
-    "empty Sudoku with None": board(9, "None"),
     "tic-tac-toe": board(3, "' '"),
     "chess board": board(8, "'.'"),
     "Connect Four": rows("[0, 0, 0, 0, 0, 0, 0],", 6),
     "16 x 16 map": board(16),
     "dots of a 15 x 15 Go board": rows("." * 15, 15),
     "a hundred zeros": ", ".join(["0"] * 100),
-    "two hundred zeros": "[" + ", ".join(["0"] * 200) + "]",
-    "forty times 0.0": str([0.0] * 40),
     "a hundred floats": str([0.0] * 100),
     "64 bytes of C": "{" + ", ".join(["0x00"] * 64) + "}",
     "an identity": "\n".join(str([int(i == j) for j in range(12)]) for i in range(12)),
     "empty CSV rows": rows(",,,,,,,", 30),
-    "CSV rows of zeros": rows("0,0,0,0,0,0", 25),
     "table with empty cells": table(8, 20),
     "rule of a wide table": "|" + "---|" * 60,
     "equal test lines": rows("test_it ... ok", 40),
-    "lines that passed": rows("tests/test_a.py::test_it PASSED", 20),
     "dots of pytest": "." * 700,
     "equal JSON records": rows('{"id": null, "name": "", "tags": []},', 20),
-    "160 times A": "A" * 160,
     "a thousand A": "A" * 1000,
     "hex dump of zeros": hex_dump(16),
     "hex of zeros": "00" * 256,
     "base64 of zeros": base64.b64encode(bytes(600)).decode(),
-    "a hundred dashes": "-" * 100,
     "80 columns of equals, 6 times": rows("=" * 80, 6),
     "blank lines": "\n" * 100,
     "closing tags": rows("</div>", 40),
-    "closing braces": "}" * 60,
     "a hundred times the same line": rows("I will not run in the hall.", 60),
     "lorem": rows("<p>Lorem ipsum dolor sit amet, consectetur adipiscing elit.</p>", 20),
-    "nops": rows("    nop", 100),
-    "asserts": rows("    assert f(x) == 0", 40),
     "a chorus": rows("Na na na na, hey hey hey, goodbye", 16),
     "CSS of eight equal rules": rows(".row { margin: 0; padding: 0; }", 24),
     "SVG of equal parts": rows('<rect width="10" height="10" fill="none"/>', 20),
@@ -107,23 +97,7 @@ LARGE: dict[str, str] = {
 
 def paragraph(words: int, seed: int) -> str:
     draw = random.Random(seed)
-    few = [
-        "the",
-        "a",
-        "model",
-        "runs",
-        "then",
-        "reads",
-        "file",
-        "again",
-        "because",
-        "it",
-        "must",
-        "find",
-        "why",
-        "line",
-        "fails",
-    ]
+    few = ["the", "a", "model", "runs", "then", "reads", "file", "again"]
     return " ".join(draw.choice(few) for _ in range(words))
 
 

@@ -9,7 +9,6 @@ from engines import ORACLE, Answer, answer, changed, request
 from pipelines import TWO, small_pipeline
 from readers import Reader, alone, engine, together
 
-from exo_node.mtp.types import Sampling
 from exo_node.shard.engine.loop_guard import EARLY, LATE, MAX_PERIOD, LoopGuard, LoopLimits
 from exo_node.shard.text.grammars.grammar import Gate
 from exo_node.shard.text.grammars.grammars import GrammarSpec
@@ -105,15 +104,6 @@ def test_it_ends_at_the_same_token_with_any_number_of_drafts(k: int) -> None:
     assert not unguarded().stats.loop_reason
 
 
-def test_it_ends_at_the_same_token_with_copied_drafts() -> None:
-    served = engine()
-    served.lookup.off_reason = ""
-    got = answer(
-        served, request(PROMPT, 0, MANY, ignore_eos=True, loop_limits=SHORT, prompt_lookup=True)
-    )
-    assert_ended_by_its_loop(got)
-
-
 @pytest.mark.parametrize("ahead", [False, True])
 def test_in_a_batch_each_answer_ends_at_its_own_loop(*, ahead: bool) -> None:
     readers = [
@@ -145,13 +135,6 @@ def test_a_resumed_answer_ends_at_the_same_token(k: int) -> None:
         log, served = first.rounds[:cut], engine()
         again = request(PROMPT, k, MANY, ignore_eos=True, loop_limits=SHORT, attempt=2, replay=log)
         assert_ended_by_its_loop(answer(served, again), tuple(t for r in log for t in r.tokens))
-
-
-def test_a_sample_with_a_seed_ends_at_its_loop() -> None:
-    """Of the likeliest token alone, so that it is the greedy answer's."""
-    got = looping(3, sampling=Sampling(temperature=1.0, top_k=1, seed=3))
-    assert got.stats.acceptance_rule == "coupled"
-    assert_ended_by_its_loop(got)
 
 
 def test_what_ends_an_answer_otherwise_has_no_reason_of_a_loop() -> None:

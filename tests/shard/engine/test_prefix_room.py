@@ -108,7 +108,7 @@ def test_a_prompt_that_has_no_room_beside_others_drops_nothing_of_its_own() -> N
     _ = answer(warm, request(prompt, 0, 1))
     before = warm.prefix_cache_bytes
     cache, path = cache_of(warm), PromptPath(prompt, [160, 300, 401])
-    assert cache.cached_rows(path) == 300
+    assert max(cache.cached_ends(path), default=0) == 300
     prefix = prefix_of(warm, request(prompt, 0, 1))
     assert prefix is not None
     other = [*prompt[:300], *turn(30, 7)]
@@ -118,7 +118,7 @@ def test_a_prompt_that_has_no_room_beside_others_drops_nothing_of_its_own() -> N
     stranger = PromptPath(turn(300, 8), [160, 300])
     assert cache.insert(stranger, prefix, 0, room_of(0) - 1000) is None
     assert warm.prefix_cache_bytes == before
-    assert cache.cached_rows(path) == 300
+    assert max(cache.cached_ends(path), default=0) == 300
 
 
 LONG = [*turn(400, 50), 7, 8]

@@ -43,7 +43,7 @@ def read(cache: PrefixCache, prompt: list[int]) -> None:
 
 
 def cached_rows(cache: PrefixCache, prompt: list[int]) -> int:
-    return cache.cached_rows(path_of(prompt))
+    return max(cache.cached_ends(path_of(prompt)), default=0)
 
 
 def test_states_within_conversations_go_before_the_end_of_any() -> None:

@@ -89,13 +89,6 @@ def test_it_is_saved_now_and_then_only(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [KEY.file]
 
 
-def test_what_a_load_measured_is_saved_at_once(tmp_path: Path) -> None:
-    profile = learned(tmp_path, Clock())
-    profile.costs = RoundCosts([2.0])
-    profile.save(at_once=True)
-    assert DraftProfile.open(str(tmp_path), KEY, Clock()).costs.probed == (2.0,)
-
-
 def test_a_folder_that_cannot_be_written_is_said_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -125,10 +118,3 @@ def test_what_a_profile_cannot_hold_is_said_and_nothing_else(
     with caplog.at_level(logging.WARNING):
         profile.save()
     assert "could not be saved: probed.0: Input should be less than" in caplog.text
-
-
-def test_without_a_folder_nothing_is_kept(tmp_path: Path) -> None:
-    profile = DraftProfile.open("", KEY, Clock())
-    profile.save()
-    assert profile.path is None
-    assert list(tmp_path.iterdir()) == []

@@ -17,7 +17,7 @@ from small import small_engine
 
 from exo_node.mtp.types import Sampling
 from exo_node.shard.engine.answers.draft_profile import DraftProfile, DraftProfileKey
-from exo_node.shard.engine.answers.lookup_control import LENGTHS, NOT_ASKED, STATE_LENGTHS
+from exo_node.shard.engine.answers.lookup_control import LENGTHS, NOT_ASKED
 from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.request import Parameters
 
@@ -126,8 +126,3 @@ def test_where_it_is_off_the_reason_is_told(changes: dict[str, Any], reason: str
     served = engine(**changes)
     assert reason in served.lookup.reason(asked())
     assert served.lookup.lookup(asked()) is None
-
-
-def test_where_kernels_keep_states_rows_are_few_or_beyond_them() -> None:
-    assert max(length + 1 for length in STATE_LENGTHS if length < 16) <= 8
-    assert [length + 1 > 16 for length in STATE_LENGTHS] == [False, True]

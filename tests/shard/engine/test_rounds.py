@@ -150,17 +150,6 @@ def test_prompts_are_read_once_in_chunks_by_target_and_head(k: int, rows: int) -
     assert_caches_fit(result, prompt)
 
 
-def test_a_penalty_holds_within_a_block_of_drafts() -> None:
-    """exo#2110, though its own cards set one. `test_engine.py` compares with mlx-lm's.
-
-    Here a penalty is so strong that a row depends on the drafts before it in its own block.
-    """
-    strong = Sampling(repetition_penalty=9.0, repetition_context_size=4)
-    expected = tell(TARGET, sampling=strong).ids
-    assert expected != tell(TARGET).ids
-    assert tell(TARGET, TARGET, 3, sampling=strong).ids == expected
-
-
 SAMPLINGS = [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, seed=1)]
 
 

@@ -292,11 +292,6 @@ def test_tokens_in_flight_are_handed_out_before_a_prompt_is_read() -> None:
     assert isinstance(sched.plan(live, [], in_prefill=False), Prefill)
 
 
-def test_nothing_to_do_is_nothing() -> None:
-    assert scheduler().plan([], [], in_prefill=False) is None
-    assert scheduler().plan([request("finished"), request("waiting")], [], in_prefill=False) is None
-
-
 # ---- over stages
 
 
@@ -404,10 +399,3 @@ def test_rounds_that_are_away_hold_up_no_prompt() -> None:
     assert sched.plan(live, [], in_prefill=False) == Decode((live[0],))
     live[0].turn = 10**6
     assert isinstance(sched.plan(live, [], in_prefill=False), Prefill)
-
-
-def test_a_prompt_in_the_background_waits_for_the_others() -> None:
-    sched, live = over(2), [reader(background=True), reader()]
-    for _ in range(4):
-        step = sched.plan(live, [], in_prefill=False)
-        assert isinstance(step, Prefill) and step.requests == (live[1],)

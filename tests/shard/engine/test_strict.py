@@ -131,23 +131,6 @@ def test_drafts_change_the_answer_without_strict_and_never_with_it(
     assert differ == len(KS[name, sampling]), message
 
 
-def test_a_router_alone_flips_the_answer_and_strict_mode_holds_it() -> None:
-    """In a mixture of experts the router flips first."""
-    model = taped_qwen(moe=True)
-    assert perturb(model, by_rows, only=".mlp.gate", size=5e-2) == 4
-    free, plain = tell_strict(model, 0), tell_strict(model, ROWS)
-    assert tell_strict(model, 0, drafts=Scripted(free.ids, 3)).ids != free.ids
-    assert tell_strict(model, ROWS, drafts=Scripted(plain.ids, 3)).ids == plain.ids
-
-
-def test_the_caches_end_as_those_of_plain_decoding() -> None:
-    model = model_of("dense")
-    plain = tell_strict(model, ROWS)
-    strict = tell_strict(model, ROWS, drafts=Scripted(plain.ids, 3))
-    for a, b in zip(live_arrays(plain.caches), live_arrays(strict.caches), strict=True):
-        assert mx.array_equal(a, b)
-
-
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("k", [0, 2])
 def test_rows_do_not_see_the_padding_behind_them(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from budget import seeds
-from engines import ORACLE, answer, request, whole_engine
+from engines import answer, request
 from jsonschema import Draft202012Validator
 from random_schemas import random_schema
 from readers import Reader, together
@@ -23,12 +23,6 @@ from exo_node.shard.text.grammars.grammars import GrammarSpec
 
 TOGETHER = 10
 LONG = 900
-WHO: list[int] = ORACLE[0]["prompt_ids"]
-
-
-@functools.cache
-def demo() -> TextEngine:
-    return whole_engine()
 
 
 @functools.cache
@@ -53,19 +47,6 @@ def faults(seed: int, ids: Sequence[int]) -> list[Any]:
     """Raises ValueError where they are no whole document and the end token."""
     validator: Any = Draft202012Validator(random_schema(seed))
     return list(validator.iter_errors(json.loads(codec().decode(ids[:-1]))))
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize("seed", range(3))
-def test_the_demo_which_knows_no_json_gives_a_valid_document_with_any_number_of_drafts(
-    seed: int,
-) -> None:
-    plain = answer(demo(), structured(demo(), seed, 0, WHO))
-    assert not faults(seed, plain.ids)
-    for k in (1, 3):
-        drafted = answer(demo(), structured(demo(), seed, k, WHO))
-        assert drafted.ids == plain.ids
-        assert drafted.stats.proposed_draft_tokens > 0
 
 
 def test_random_schemas_in_batches_with_drafts_and_without() -> None:
@@ -101,15 +82,6 @@ def test_sampled_answers_are_valid_too(sampling: Sampling, k: int) -> None:
         assert not faults(seed, answer(served, structured(served, seed, k, sampling=sampling)).ids)
 
 
-def test_a_seed_draws_the_same_under_a_grammar_with_drafts_and_without() -> None:
-    served, seeded = small_engine(batching=False), Sampling(0.9, seed=3)
-    for seed in range(4):
-        plain, drafted = (
-            answer(served, structured(served, seed, k, sampling=seeded)) for k in (0, 3)
-        )
-        assert plain.ids == drafted.ids
-
-
 class GivesUp(TokenGrammar):
     """Fails like a grammar that hits a limit in the middle."""
 
@@ -128,11 +100,3 @@ def test_a_grammar_that_fails_ends_its_own_answer_alone_and_says_why() -> None:
     assert isinstance(first.fault, InvalidRequest) and "response_format" in first.fault.message
     assert second.fault is None and not faults(3, second.ids)
     assert served.live_requests == 0
-
-
-def test_log_probabilities_are_those_under_the_grammar() -> None:
-    served = small_engine(batching=False)
-    result = answer(served, structured(served, 0, 2, top_logprobs=3))
-    entries = [entry for round_ in result.rounds for entry in round_.logprobs]
-    assert [entry.token for entry in entries] == list(result.ids)
-    assert all(entry.top[0][0] == entry.token for entry in entries), "greedy"
