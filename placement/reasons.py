@@ -1,6 +1,6 @@
 """Sentences for a person on a plan: why these nodes, why no MTP, why nothing fits."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from .candidates import Candidate, PlacementTask, candidate
@@ -14,6 +14,9 @@ from .kv_bits import KvBits, cached_in
 from .options import PlanOptions, usual_context
 from .search import EXACT_NODES
 from .split_refusal import SplitRefusal
+
+_RAISED = 1.15
+"""How far a Mac's limit can be raised: from 84 % of a large memory to 96 %."""
 
 
 def first_clause(reason: str) -> str:
@@ -199,7 +202,7 @@ def insufficient_memory(
         holders = "set of the nodes that were named"
     else:
         holders = "node" if most == 1 else f"set of {most} nodes or fewer"
-    remedies = ["free memory", "add a node"]
+    remedies = ["free memory", "add a node", *_raised_limit(task)]
     if options.max_nodes is not None and options.max_nodes < len(nodes):
         remedies.append(f"raise max_nodes = {options.max_nodes}")
     if options.exclude:
@@ -210,6 +213,17 @@ def insufficient_memory(
         f"{task.card.id} needs {memory_needed(task)}, and no {holders} can hold it{cannot}: "
         f"{has}; {', '.join(remedies)} or choose a smaller quantisation"
     )
+
+
+def _raised_limit(task: PlacementTask) -> Iterator[str]:
+    """How to let a Mac use more of its memory, if that can be enough for a model that just does not
+    fit: Metal's limit is 74 to 84 % of the memory, and moves with iogpu.wired_limit_mb."""
+    need = task.sizes.need(0, task.card.num_layers, generator=True)
+    for node in task.limits.nodes:
+        if node.backend == "metal" and need <= node.memory_bytes * _RAISED:
+            limit = f"sudo sysctl iogpu.wired_limit_mb={-(-need // 2**20)}"
+            yield f"raise Metal's limit on {node.name} (`{limit}`, then restart exo-node there)"
+            return
 
 
 def with_context(fault: InsufficientMemory, context: int) -> InsufficientMemory:

@@ -81,7 +81,7 @@ _MemoryLimit = Annotated[
     str | None,
     option(
         "SIZE",
-        "Memory for models, such as 12GB; default: 75 % of a Mac's memory, "
+        "Memory for models, such as 12GB; default: what Metal lets a process use on a Mac, "
         "80 % of what is free elsewhere. [EXO_MEMORY_LIMIT]",
     ),
 ]

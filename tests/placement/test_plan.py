@@ -65,6 +65,20 @@ def test_the_refusal_says_what_is_needed_what_there_is_and_what_to_do() -> None:
         assert remedy in message
 
 
+@pytest.mark.parametrize(
+    ("backend", "memory", "raised"),
+    [("metal", 11 * 10**8, True), ("metal", 10**9, False), ("cuda", 11 * 10**8, False)],
+)
+def test_where_a_mac_just_lacks_memory_its_limit_can_be_raised(
+    backend: str, memory: int, raised: bool
+) -> None:
+    node = NodeFacts(NodeId("a"), "studio", memory, 1e9, backend)
+    with pytest.raises(InsufficientMemory) as caught:
+        plan(card(weight_bytes=10**9), ClusterView((node,)))
+    command = "raise Metal's limit on studio (`sudo sysctl iogpu.wired_limit_mb=1145`"
+    assert (command in caught.value.message) == raised, caught.value.message
+
+
 def test_the_fastest_single_node_wins_and_the_next_is_named() -> None:
     view = cluster(10**9, 10**9, 10**9, bandwidth=(1e9, 3e9, 2e9))
     placement = plan(card(), view)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import psutil
 import pytest
 
+from exo_node.node.machine import hardware
 from exo_node.node.machine.hardware import (
     Backend,
     Gpu,
@@ -14,6 +15,7 @@ from exo_node.node.machine.hardware import (
     detect_hardware,
     estimate_bandwidth,
     guess_backend,
+    metal_limit,
     parse_cpuinfo,
     parse_nvidia_smi,
     usable_memory,
@@ -70,7 +72,7 @@ def test_the_backend_follows_the_system_and_what_is_installed(
 @pytest.mark.parametrize(
     ("backend", "limit", "usable"),
     [
-        ("metal", None, 48 * _GIB),
+        ("metal", None, 10 * _GIB),
         ("cpu", None, 8 * _GIB),
         ("cuda", None, 8 * _GIB),
         ("metal", 60 * _GIB, 60 * _GIB),
@@ -85,6 +87,33 @@ def test_usable_memory_is_the_limit_or_a_share(
     assert [record.getMessage() for record in caplog.records] == (
         ["--memory-limit: there are 68.7 GB, and models get no more"] if limit == 500 * _GIB else []
     )
+
+
+@pytest.mark.parametrize(
+    ("said", "limit"),
+    [("51539607552\n", 48 * _GIB), ("99999999999999", 64 * _GIB)]
+    + [(silence, int(0.70 * 64 * _GIB)) for silence in (None, "", "KeyError", "-1", "9e9")],
+)
+def test_metals_limit_is_what_mlx_reports(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    said: str | None,
+    limit: int,
+) -> None:
+    asked = list[tuple[str, ...]]()
+    monkeypatch.setattr(hardware, "_output", lambda command, _: asked.append(command) or said)
+    assert metal_limit(64 * _GIB) == limit
+    assert "max_recommended_working_set_size" in asked[0][-1]
+    known = said is not None and said.strip().isdecimal()
+    assert [record.getMessage() for record in caplog.records] == (
+        [] if known else ["Metal does not say its memory limit: models get 70 %"]
+    )
+
+
+@pytest.mark.skipif(sys.platform != "darwin", reason="needs Metal")
+def test_this_mac_says_its_limit(caplog: pytest.LogCaptureFixture) -> None:
+    total = psutil.virtual_memory().total
+    assert total / 2 < metal_limit(total) < total and not caplog.records
 
 
 @pytest.mark.parametrize(
