@@ -14,6 +14,7 @@ from .cluster.node_exit import Outcome
 from .head_client import ClusterHead
 from .join.operations import JoinOperations
 from .local_node import LocalNode
+from .machine.awake import Awake
 from .machine.data_dir_lock import reachable
 from .machine.hardware import Hardware
 from .machine.interfaces import LOOPBACK
@@ -63,6 +64,7 @@ class Node:
         facts = NodeFactsSource(
             cluster, local.library, local.switches, fetcher, auto_download=settings.auto_download
         )
+        self._awake = Awake(settings.keep_awake, self._supervisor.is_working)
         self._stages = LocalStages(settings, fetcher, local.profiling, self._supervisor)
         stages = ClusterStages(
             self._stages, cluster, peering.client, peering.channels, local.profiling, timing
@@ -97,6 +99,7 @@ class Node:
                 "the scan for models",
             ),
             self.local.loops.keep(self._watch.run, "the watch over placements"),
+            self.local.loops.keep(self._awake.run, "the power assertion"),
             self.local.loops.keep(self._api.expire_responses, "the expiry of responses"),
         ]
         _ = at_the_end(cancel, self._background)

@@ -35,6 +35,7 @@ VARIABLES: Final = (
     "EXO_CARDS_DIR (a folder of your own cards), "
     "EXO_PROFILES_FILE (your own names for models), "
     "EXO_KEEP_ALIVE (how long an idle model stays loaded), "
+    "EXO_KEEP_AWAKE=never (the machine may sleep while it answers), "
     "EXO_LOAD_TIMEOUT (seconds without progress in a load), "
     "EXO_KERNELS=mlx (no kernels of our own), EXO_TIMING=local (shorter waits, where all nodes are "
     "on one machine)."

@@ -1,5 +1,6 @@
 """This machine and process: settings, log, hardware, files, tasks. Imports no room of node/.
 
+awake.py: keeps the machine from sleeping while it answers
 background_reads.py: files read beside the event loop, so that a disk that hangs does not block it
 client_settings.py: the settings by which a command finds its node
 data_dir_lock.py: the lock of a data folder, by which commands find its node

@@ -15,6 +15,7 @@ import platformdirs
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
 from ...placement.errors import InvalidSettings
+from .awake import KeepAwake
 from .setting_sources import Inputs, Source, collect, default_data_dir, source_of
 from .setting_sources import environment as environment
 from .setting_sources import forget_variables_of_libraries as forget_variables_of_libraries
@@ -96,7 +97,7 @@ class Settings(BaseModel):
     `prefix_disk_gb`: GB of cached prefixes on disk; None takes a share of the free space.
     `responses_gb`: GB of stored responses, 0 for none; `responses_keep`: seconds until one expires.
     `load_timeout` is in seconds; see `load_watch`. `timing` is "lan", or "local" for nodes that are
-    all on one machine.
+    all on one machine. `keep_awake`: when the machine may not go to sleep by itself.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -142,6 +143,7 @@ class Settings(BaseModel):
     responses_gb: Annotated[float, BeforeValidator(as_gigabytes)] = 1.0
     responses_keep: Annotated[float, BeforeValidator(duration_s)] = 30 * 86_400.0
     kv_bits: Annotated[int, BeforeValidator(as_kv_bits)] | None = None
+    keep_awake: Annotated[KeepAwake, BeforeValidator(as_choice(get_args(KeepAwake)))] = "answers"
 
 
 SOURCES: Final[Mapping[str, Source]] = {name: source_of(name) for name in Settings.model_fields}

@@ -324,10 +324,13 @@ class Supervisor:
         """The states of all runners, for the heartbeat."""
         return [_placement_state(runner) for runner in self._runners.values()]
 
+    def is_working(self, apart: RunnerProcess | None = None) -> bool:
+        """Whether a runner loads or answers, leaving out `apart`."""
+        others = (other for other in self._runners.values() if other is not apart)
+        return any(other.status == "loading" or other.state.live_requests for other in others)
+
     async def _answered(self, runner: RunnerProcess, new: pb.RunnerState) -> None:
-        others = (other for other in self._runners.values() if other is not runner)
-        works = any(other.status == "loading" or other.state.live_requests for other in others)
-        if self._on_answer is not None and not works:
+        if self._on_answer is not None and not self.is_working(apart=runner):
             await self._on_answer(runner.spec, new)
 
     def _remove(self, runner: RunnerProcess) -> None:

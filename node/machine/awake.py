@@ -1,0 +1,91 @@
+"""Keeps the machine from going to sleep by itself while it works for somebody.
+
+A sleeping machine ends the answers that run on it, and its cluster notices only after a timeout.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from typing import Final, Literal
+
+log = logging.getLogger(__name__)
+
+KeepAwake = Literal["answers", "always", "never"]
+
+_LOOK_EVERY_S: Final = 1.0
+_LINGER_S: Final = 30.0
+"""A conversation's next turn should not find the machine asleep. macOS and Linux desktops wait for
+minutes of idleness, so a shorter gap between two assertions changes nothing."""
+_MOST_SAID: Final = 500
+
+
+def inhibitor(system: str, pid: int) -> tuple[str, ...]:
+    """The command that prevents idle sleep until it ends, as it does when the process `pid` ends.
+
+    The display may go dark, and a lid or a menu may still send the machine to sleep: see
+    caffeinate(8) and systemd-inhibit(1).
+    """
+    if system == "darwin":
+        return ("caffeinate", "-i", "-w", str(pid))
+    reason = ("--who=exo-node", "--why=answers of a language model", "--mode=block")
+    wait = ("tail", f"--pid={pid}", "-f", "/dev/null")
+    return ("systemd-inhibit", "--what=sleep:idle", *reason, *wait)
+
+
+class Awake:
+    """Holds a power assertion while `is_working()`, and for half a minute afterwards."""
+
+    def __init__(self, when: KeepAwake, is_working: Callable[[], bool]) -> None:
+        self._when: KeepAwake = when
+        self._is_working = is_working
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def run(self) -> None:
+        """Looks once a second, until cancelled. Returns where the system does not let it."""
+        command = inhibitor(sys.platform, os.getpid())
+        if self._when == "never":
+            return
+        if shutil.which(command[0]) is None:
+            log.info("%s is missing: this machine may sleep while it answers", command[0])
+            return
+        now = asyncio.get_running_loop().time
+        until = now()
+        try:
+            while True:
+                if self._when == "always" or self._is_working():
+                    until = now() + _LINGER_S
+                if now() >= until:
+                    await self._release()
+                elif refusal := await self._hold(command):
+                    log.warning("This machine may sleep while it answers: %s", refusal)
+                    return
+                await asyncio.sleep(_LOOK_EVERY_S)
+        finally:
+            await self._release()
+
+    async def _hold(self, command: tuple[str, ...]) -> str:
+        """Makes the assertion, again where somebody ended it; why the system refused it, or ""."""
+        if (process := self._process) is not None:
+            if process.returncode is None:
+                return ""
+            if process.returncode > 0 and process.stderr is not None:
+                said = (await process.stderr.read(_MOST_SAID)).decode(errors="replace").strip()
+                return f"{command[0]}: {said or f'it ended with {process.returncode}'}"
+        quiet = asyncio.subprocess.DEVNULL
+        self._process = await asyncio.create_subprocess_exec(
+            *command, stdin=quiet, stdout=quiet, stderr=asyncio.subprocess.PIPE
+        )
+        return ""
+
+    async def _release(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+        _ = await process.wait()

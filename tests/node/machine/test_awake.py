@@ -1,0 +1,135 @@
+"""A machine stays awake while it works, by the system's own command.
+
+The fake commands do what caffeinate(8) and systemd-inhibit(1) document: they hold the assertion as
+long as they live, and end with an error where the system refuses.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+
+import pytest
+
+from exo_node.node.machine import awake
+from exo_node.node.machine.awake import Awake, KeepAwake, inhibitor
+
+HOLDS = "echo $$ >>{held}; exec sleep 60"
+REFUSES = "echo 'Failed to inhibit: Access denied' >&2; exit 1"
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Path:
+    """The file with the processes that hold an assertion, one a line."""
+    return tmp_path / "held"
+
+
+@pytest.fixture
+def install(tmp_path: Path, held: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Puts a command of that text in place of the system's."""
+    monkeypatch.setattr(awake, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(awake, "_LINGER_S", 0.05)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+    def install(text: str) -> None:
+        command = tmp_path / inhibitor(sys.platform, 1)[0]
+        _ = command.write_text(f"#!/bin/sh\n{text.format(held=held)}\n")
+        command.chmod(0o755)
+
+    return install
+
+
+def living(held: Path) -> list[int]:
+    pids = [int(line) for line in held.read_text().split()] if held.exists() else []
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists() or _lives(pid)]
+
+
+def _lives(pid: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
+
+
+@contextlib.asynccontextmanager
+async def running(when: KeepAwake, works: list[bool]) -> AsyncGenerator["asyncio.Task[None]"]:
+    """`works[0]`: whether the machine works now."""
+    task = asyncio.create_task(Awake(when, lambda: works[0]).run())
+    try:
+        yield task
+    finally:
+        _ = task.cancel()
+        _ = await asyncio.gather(task, return_exceptions=True)
+
+
+def nothing(name: str) -> None:
+    del name
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+async def test_it_holds_while_there_is_work_and_lets_go_afterwards(
+    install: Callable[[str], None], held: Path
+) -> None:
+    install(HOLDS)
+    works = [False]
+    async with running("answers", works):
+        await asyncio.sleep(0.1)
+        assert not held.exists()
+        works[0] = True
+        await until(lambda: len(living(held)) == 1)
+        await asyncio.sleep(0.1)
+        assert len(held.read_text().split()) == 1, "one command holds for as long as it takes"
+        works[0] = False
+        await until(lambda: not living(held))
+        works[0] = True
+        await until(lambda: len(living(held)) == 1)
+    assert not living(held), "it ends with the node"
+
+
+async def test_a_command_that_somebody_killed_is_started_again(
+    install: Callable[[str], None], held: Path
+) -> None:
+    install(HOLDS)
+    async with running("always", [False]):
+        await until(lambda: len(living(held)) == 1)
+        os.kill(living(held)[0], 9)
+        await until(lambda: len(held.read_text().split()) == 2 and len(living(held)) == 1)
+
+
+async def test_a_refusal_is_said_once_and_ends_the_attempts(
+    install: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    install(REFUSES)
+    async with running("always", [False]) as task:
+        await asyncio.wait_for(task, 20)
+    (record,) = caplog.records
+    assert "may sleep while it answers: " in record.getMessage()
+    assert record.getMessage().endswith("Failed to inhibit: Access denied")
+
+
+async def test_where_the_command_is_missing_or_not_wanted_nothing_runs(
+    install: Callable[[str], None],
+    held: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    install(HOLDS)
+    async with running("never", [True]) as task:
+        await asyncio.wait_for(task, 20)
+    monkeypatch.setattr(shutil, "which", nothing)
+    async with running("always", [True]) as task:
+        await asyncio.wait_for(task, 20)
+    assert not held.exists()
+
+
+def test_the_assertion_ends_with_the_process_even_if_that_is_killed() -> None:
+    assert inhibitor("darwin", 42) == ("caffeinate", "-i", "-w", "42")
+    assert "--pid=42" in inhibitor("linux", 42)
