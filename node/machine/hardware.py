@@ -150,7 +150,7 @@ def usable_memory(backend: Backend, total: int, available: int, limit: int | Non
 def metal_limit(total: int) -> int:
     """Bytes of `total` that Metal lets one process use, as MLX reports them in a process of its
     own; a share with a warning if it does not."""
-    text = _output((sys.executable, "-c", _METAL_LIMIT), _COMMAND_TIMEOUT_S) or ""
+    text = output_of(sys.executable, "-c", _METAL_LIMIT) or ""
     if text.strip().isdecimal():
         return min(int(text), total)
     log.warning("Metal does not say its memory limit: models get %.0f %%", 100 * _MAC_SHARE)
@@ -212,26 +212,25 @@ def _visible_gpus(visible: str | None) -> tuple[Gpu | None, int]:
 
 
 def _nvidia_smi(*options: str) -> tuple[Gpu, ...]:
-    return parse_nvidia_smi(_output(*_NVIDIA_QUERY, *options) or "")
+    return parse_nvidia_smi(output_of(*_NVIDIA_QUERY, *options) or "")
 
 
 def cpu_name() -> str:
     if sys.platform == "darwin":
-        name = _output("sysctl", "-n", "machdep.cpu.brand_string")
+        name = output_of("sysctl", "-n", "machdep.cpu.brand_string")
     else:
         source = Path("/proc/cpuinfo")
         name = parse_cpuinfo(source.read_text(errors="replace")) if source.exists() else None
     return (name or "").strip() or platform.machine()
 
 
-def _output(*command: str) -> str | None:
+def output_of(*command: str) -> str | None:
     """The output of a system tool, or None where it is missing, fails or hangs."""
     if shutil.which(command[0]) is None:
         return None
+    limit = _COMMAND_TIMEOUT_S
     try:
-        process = subprocess.run(
-            command, capture_output=True, timeout=_COMMAND_TIMEOUT_S, check=True
-        )
+        process = subprocess.run(command, capture_output=True, timeout=limit, check=True)
     except (subprocess.SubprocessError, OSError):
         return None
     return process.stdout.decode(errors="replace")

@@ -1,12 +1,18 @@
 """This machine's addresses that peers may use, and the one that a route starts from."""
 
 import ipaddress
+import re
 import socket
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Final
 
 import psutil
+
+from .hardware import output_of
 
 LOOPBACK: Final = "127.0.0.1"
 MAX_ADDRESSES: Final = 8
@@ -26,20 +32,36 @@ class Interface:
 
 
 def own_interfaces() -> list[Interface]:
-    """The system's current IPv4 addresses, sorted by interface name."""
-    states = psutil.net_if_stats()
+    """The system's current IPv4 addresses, those of cables first, then sorted by interface name."""
+    states, wireless = psutil.net_if_stats(), wireless_names()
+    named = sorted(psutil.net_if_addrs().items(), key=lambda each: (each[0] in wireless, each[0]))
     return [
         Interface(name, each.address, name not in states or states[name].isup)
-        for name, addresses in sorted(psutil.net_if_addrs().items())
+        for name, addresses in named
         for each in addresses
         if each.family == socket.AF_INET
     ]
 
 
+@cache
+def wireless_names() -> frozenset[str]:
+    """The interfaces that are wireless, as the system says: en0 is Wi-Fi on a MacBook and a cable
+    on a Mac Studio."""
+    if sys.platform == "darwin":
+        return parse_hardware_ports(output_of("networksetup", "-listallhardwareports") or "")
+    return frozenset(path.parent.name for path in Path("/sys/class/net").glob("*/phy80211"))
+
+
+def parse_hardware_ports(text: str) -> frozenset[str]:
+    """The devices of Wi-Fi in the output of `networksetup -listallhardwareports`."""
+    ports = re.findall(r"^Hardware Port: (.*)\nDevice: (\S+)$", text, re.MULTILINE)
+    return frozenset(device for port, device in ports if port.strip() in ("Wi-Fi", "AirPort"))
+
+
 def advertised_host(setting: str | None, interfaces: Iterable[Interface]) -> str:
     """The address that peers reach this node at: the setting, else a private one, else loopback.
 
-    Wired names sort before wireless ones on both systems (en0, eth0 before wlan0).
+    Of several private ones the first: a cable's, if they come from `own_interfaces`.
     """
     if setting is not None:
         return setting

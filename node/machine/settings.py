@@ -290,4 +290,6 @@ def runner_environment(environ: Mapping[str, str]) -> Mapping[str, str]:
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_VERBOSITY": "error",
     }
-    return {**inherited, **offline}
+    # From the M5 on MLX multiplies float32 in TF32: other bits than those of an earlier Mac.
+    exact = {"MLX_ENABLE_TF32": "0"} if sys.platform == "darwin" else {}
+    return {**inherited, **offline, **exact}

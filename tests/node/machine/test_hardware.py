@@ -101,7 +101,12 @@ def test_metals_limit_is_what_mlx_reports(
     limit: int,
 ) -> None:
     asked = list[tuple[str, ...]]()
-    monkeypatch.setattr(hardware, "_output", lambda command, _: asked.append(command) or said)
+
+    def output_of(*command: str) -> str | None:
+        asked.append(command)
+        return said
+
+    monkeypatch.setattr(hardware, "output_of", output_of)
     assert metal_limit(64 * _GIB) == limit
     assert "max_recommended_working_set_size" in asked[0][-1]
     known = said is not None and said.strip().isdecimal()

@@ -1,13 +1,16 @@
 """A node announces the addresses that lead to other machines, and no others."""
 
+import psutil
 import pytest
 
+from exo_node.node.machine import interfaces
 from exo_node.node.machine.interfaces import (
     MAX_ADDRESSES,
     Interface,
     advertised_host,
     announced_addresses,
     own_interfaces,
+    parse_hardware_ports,
     source_address,
 )
 
@@ -62,6 +65,38 @@ def test_the_advertised_host_is_that_of_the_setting_or_the_first_private_one(
     setting: str | None, interfaces: list[Interface], host: str
 ) -> None:
     assert advertised_host(setting, interfaces) == host
+
+
+# In the layout of networksetup(8) on a notebook and on a desktop, which number them differently.
+NOTEBOOK = """
+Hardware Port: Thunderbolt Bridge
+Device: bridge0
+Ethernet Address: 36:00:00:00:00:40
+
+Hardware Port: Wi-Fi
+Device: en0
+Ethernet Address: 36:00:00:00:00:41
+
+VLAN Configurations
+===================
+"""
+DESKTOP = NOTEBOOK.replace("en0", "en1").replace(
+    "Thunderbolt Bridge\nDevice: bridge0", "Ethernet\nDevice: en0"
+)
+
+
+def test_wireless_interfaces_are_those_that_the_system_names() -> None:
+    assert parse_hardware_ports(NOTEBOOK) == {"en0"}
+    assert parse_hardware_ports(DESKTOP) == {"en1"}
+    for nonsense in ("", "networksetup: not found", "Hardware Port: Wi-Fi\n", "Device: en0\n"):
+        assert parse_hardware_ports(nonsense) == frozenset()
+
+
+def test_addresses_of_cables_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    loopback = next(iter(psutil.net_if_addrs().values()))
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"en0": loopback, "en7": loopback})
+    monkeypatch.setattr(interfaces, "wireless_names", lambda: frozenset({"en0"}))
+    assert [each.name for each in own_interfaces()] == ["en7", "en0"]
 
 
 def test_a_heartbeat_does_not_grow_without_bound() -> None:

@@ -1,6 +1,7 @@
 """Settings: precedence, and a bad value that names the flag or variable it came from."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -339,3 +340,11 @@ def test_a_runner_keeps_what_it_compiles_where_its_node_does() -> None:
     inherited = runner_environment(variables)
     assert (inherited["XDG_CACHE_HOME"], inherited["HOME"]) == ("/cache", "/me")
     assert "EXO_API_KEY" not in inherited
+
+
+@pytest.mark.parametrize(("system", "value"), [("darwin", "0"), ("linux", None)])
+def test_macs_of_different_age_multiply_float32_alike(
+    monkeypatch: pytest.MonkeyPatch, system: str, value: str | None
+) -> None:
+    monkeypatch.setattr(sys, "platform", system)
+    assert runner_environment({"MLX_ENABLE_TF32": "1"}).get("MLX_ENABLE_TF32") == value
