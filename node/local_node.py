@@ -13,6 +13,7 @@ from .links.measurements import Profiling
 from .machine.events import EventLog
 from .machine.hardware import Hardware
 from .machine.interfaces import advertised_host, announced_addresses, own_interfaces
+from .machine.local_network import LocalNetwork
 from .machine.settings import Settings, models_folders
 from .machine.switches import Switches
 from .machine.tasks import Loops
@@ -42,6 +43,7 @@ class LocalNode:
         self.version = installed_version("exo-node")
         self.keyring = Keyring.load(settings)
         self.switches = Switches.of(settings)
+        self.network = LocalNetwork()
         self.library = ModelLibrary(
             models_folders(settings), offline=settings.offline, cards=settings.cards_dir
         )

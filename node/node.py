@@ -100,6 +100,7 @@ class Node:
             ),
             self.local.loops.keep(self._watch.run, "the watch over placements"),
             self.local.loops.keep(self._awake.run, "the power assertion"),
+            self.local.loops.keep(self.local.network.run, "the look at the local network"),
             self.local.loops.keep(self._api.expire_responses, "the expiry of responses"),
         ]
         _ = at_the_end(cancel, self._background)

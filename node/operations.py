@@ -69,8 +69,9 @@ class NodeOperations:
         return {"object": "list", "data": await self._models.catalogue()}
 
     async def cluster(self) -> dict[str, Any]:
-        # Without a token that is accepted other keys work, so the node is ready all the same.
-        trouble = "; ".join(filter(None, (self._trouble(), self._tokens.trouble)))
+        # Without a token that is accepted, or without a network, the node is ready all the same.
+        others = (self._tokens.trouble, self._local.network.trouble)
+        trouble = "; ".join(filter(None, (self._trouble(), *others)))
         own = {"trouble": trouble or None, "offline": self._local.library.offline_by or None}
         names = {
             "cluster": self._local.keyring.fingerprint,

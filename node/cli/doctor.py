@@ -4,6 +4,7 @@ import json
 import platform
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -15,6 +16,8 @@ import typer
 
 from ...placement.errors import ExoNodeError
 from ...shard.checkpoint.vision import LIGHT_WAY, has_extra
+from ..machine import local_network
+from ..machine.interfaces import own_interfaces
 from ..machine.private_files import update_private
 from .client import ApiEndpoint, call, connect, follow, with_remedy
 from .flags import AsJson, DataDir, LocalPort, argument, client_settings
@@ -68,6 +71,8 @@ def check_all(data_dir: Path, endpoint: ApiEndpoint | ExoNodeError) -> Iterator[
     yield vision_extra()
     yield _memory()
     yield disk("data folder", data_dir)
+    if blocked := local_network.refusal(own_interfaces()):
+        yield Finding("network", "wrong", blocked, local_network.REMEDY)
     if isinstance(endpoint, ExoNodeError):
         yield Finding("node", "warning", endpoint.message)
         yield from ports()
@@ -97,12 +102,12 @@ def _backend() -> Finding:
 
     distributions = installed_distributions()
     try:
-        check_mlx_extras(distributions)
+        check_mlx_extras(distributions, sys.platform)
     except ExoNodeError as fault:
         return Finding("backend", "wrong", fault.message)
     from ..machine.hardware import guess_backend
 
-    guessed = guess_backend(platform.system(), platform.machine(), distributions)
+    guessed = guess_backend(sys.platform, platform.machine(), distributions)
     if guessed == "cpu" and shutil.which("nvidia-smi"):
         remedy = "install exo-node[cuda] in an environment of its own"
         return Finding("backend", "warning", "cpu, although there is an NVIDIA GPU", remedy)

@@ -8,6 +8,7 @@ events.py: the log of the cluster's events, one line each
 hardware.py: chip, backend, memory, bandwidth
 interfaces.py: addresses that peers may use
 json_size.py: the lists, objects and elements of JSON texts, counted before they are parsed
+local_network.py: macOS's permission for the local network
 log.py: log lines
 node_names.py: nodes by name or the beginning of an id
 open_files.py: the limit of open files

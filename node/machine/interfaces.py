@@ -80,7 +80,7 @@ def announced_addresses(usual: str, fixed: bool, interfaces: Iterable[Interface]
     """
     if fixed or ipaddress.ip_address(usual).is_loopback:
         return [usual]
-    near = [each.address for each in interfaces if _leads_outside(each)]
+    near = [each.address for each in interfaces if leads_outside(each)]
     return list(dict.fromkeys([usual, *near]))[:MAX_ADDRESSES]
 
 
@@ -97,7 +97,8 @@ def source_address(destination: str) -> str | None:
         return str(probe.getsockname()[0])
 
 
-def _leads_outside(interface: Interface) -> bool:
+def leads_outside(interface: Interface) -> bool:
+    """Whether other machines may be reached by the address."""
     if not interface.up or interface.name.startswith(_INWARD):
         return False
     address = ipaddress.ip_address(interface.address)

@@ -1,7 +1,10 @@
 """`exo-node doctor` and `exo-node report`, over a stub of the node."""
 
+import errno
 import json
+import platform
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,9 @@ from api_stub import Stub, as_events, as_json, exo_node
 
 from exo_node.node.cli import doctor as doctor_module
 from exo_node.node.cli.doctor import disk, ports, vision_extra
+from exo_node.node.machine import local_network, settings
+from exo_node.node.machine.interfaces import Interface
+from exo_node.placement.errors import ExoNodeError
 
 SECRET = "the cluster key"
 
@@ -152,3 +158,21 @@ def test_images_and_encoders_are_named_with_both_ways_to_add_them(
     assert found.state == "ok"
     assert "no images" in found.text and "encoders (BERT, " in found.text
     assert "exo-node[vision]" in found.remedy and "--no-deps mlx-vlm pillow" in found.remedy
+
+
+def test_a_mac_that_keeps_this_program_from_its_network_is_told_what_to_press(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def blocked(address: str) -> None:
+        raise OSError(errno.EHOSTUNREACH, "No route to host", address)
+
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(settings, "installed_distributions", lambda: {"mlx", "mlx-metal"})
+    monkeypatch.setattr(local_network, "_send", blocked)
+    monkeypatch.setattr(doctor_module, "own_interfaces", lambda: [Interface("en0", "10.0.0.5")])
+    no_node = ExoNodeError("no node runs")
+    found = {each.what: each for each in doctor_module.check_all(tmp_path, no_node)}
+    assert found["network"].state == "wrong"
+    assert "System Settings > Privacy & Security > Local Network" in found["network"].remedy
+    assert found["backend"].text.startswith("metal on ")
