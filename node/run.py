@@ -27,7 +27,10 @@ def run_node(settings: Settings, warnings: Sequence[str]) -> int:
     """`exo-node start`: returns the exit status. Raises InvalidSettings before anything listens."""
     distributions = installed_distributions()
     check_mlx_extras(distributions)
-    configure(settings.log_format, node=settings.name)
+    try:
+        configure(settings.log_format, node=settings.name, file=settings.log_file)
+    except OSError as fault:
+        raise InvalidSettings(f"--log-file: {fault}", param="--log-file") from None
     for warning in warnings:
         log.warning("%s", warning)
     _ = raise_limit()

@@ -2,14 +2,16 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import typer
 
@@ -25,6 +27,11 @@ LABEL: Final = "exo-node.node"
 _NO_MANAGER: Final = (
     "your services run while you are logged in on the machine itself; on Linux `sudo loginctl "
     "enable-linger $USER` starts them without that: log in again then, and repeat the command"
+)
+
+_REFUSED: Final = (
+    "its log is ~/Library/Logs/exo-node.log; where macOS keeps it from starting: System Settings > "
+    "General > Login Items & Extensions, allow exo-node (or python) in the background"
 )
 
 service = group("Run the node whenever you are logged in.")
@@ -44,7 +51,11 @@ class Manager:
     """Load the definition and start the service."""
     stop: list[str]
     state: list[str]
-    """Its exit status is 0 while the service runs."""
+    """Fails while the service is not loaded, or on Linux while it does not run."""
+    fault: Callable[[str], str] = lambda _: ""
+    """Why a service does not run, from the output of `state`; empty where it runs."""
+    is_ended_late: bool = False
+    """`stop` returns before the service has ended, and `start` fails until it has."""
 
 
 def systemd(folder: Path) -> Manager:
@@ -82,41 +93,73 @@ def _unit(folder: Path, command: list[str]) -> bytes:
     return "\n".join(lines).encode()
 
 
-def launchd(home: Path, uid: int) -> Manager:
-    """The manager of macOS, after launchd.plist(5) and launchctl(1); it was run on no Mac."""
-    file = home / "Library" / "LaunchAgents" / f"{LABEL}.plist"
+def launchd(home: Path, uid: int, system_user: str = "") -> Manager:
+    """The manager of macOS, after launchd.plist(5) and launchctl(1); it was run on no Mac.
+
+    An agent of the user `uid`, which runs while they are logged in and needs macOS's permission for
+    the local network; or the daemon of `system_user`, which runs from boot on and needs none.
+    """
+    domain = "system" if system_user else f"gui/{uid}"
+    folder = Path("/Library/LaunchDaemons") if system_user else home / "Library" / "LaunchAgents"
+    file, label = folder / f"{LABEL}.plist", f"{domain}/{LABEL}"
     return Manager(
         file=file,
-        definition=partial(_agent, home / "Library" / "Logs" / "exo-node.log"),
-        look=["launchctl", "print", f"gui/{uid}"],
-        start=[["launchctl", "bootstrap", f"gui/{uid}", str(file)]],
-        stop=["launchctl", "bootout", f"gui/{uid}/{LABEL}"],
-        state=["launchctl", "print", f"gui/{uid}/{LABEL}"],
+        definition=partial(_job, home, system_user),
+        look=["launchctl", "print", domain],
+        # One that was switched off in System Settings is loaded only after `enable`.
+        start=[["launchctl", "enable", label], ["launchctl", "bootstrap", domain, str(file)]],
+        stop=["launchctl", "bootout", label],
+        state=["launchctl", "print", label],
+        fault=_job_fault,
+        is_ended_late=True,
     )
 
 
-def _agent(log: Path, command: list[str]) -> bytes:
+def _job(home: Path, system_user: str, command: list[str]) -> bytes:
     import plistlib
 
+    logs, settings = home / "Library" / "Logs", home / ".config" / "exo-node" / "environment"
+    # launchd neither reads settings from a file nor rotates a log: the node does both.
+    own = ["--environment-file", str(settings), "--log-file", str(logs / "exo-node.log")]
     return plistlib.dumps(
         {
             "Label": LABEL,
-            "ProgramArguments": command,
+            "ProgramArguments": [*command, *own],
             "RunAtLoad": True,
             "KeepAlive": {"SuccessfulExit": False},
             "ThrottleInterval": 10,
             "ExitTimeOut": TIMES.service_stop_s,
             "ProcessType": "Interactive",  # the others are slowed down
-            "StandardOutPath": str(log),
-            "StandardErrorPath": str(log),
+            "StandardErrorPath": str(logs / "exo-node.err"),  # what ends the process
+            **(
+                {"UserName": system_user, "EnvironmentVariables": {"HOME": str(home)}}
+                if system_user
+                else {}
+            ),
         }
     )
 
 
-def manager_of(platform: str) -> Manager:
-    """The service manager of a platform. Raises ExoNodeError where there is none."""
+def _job_fault(text: str) -> str:
+    """Why a job does not run, from what `launchctl print` says of it."""
+    found = dict(re.findall(r"^\s*(state|last exit code) = (.*)$", text, re.MULTILINE))
+    if found.get("state") == "running":
+        return ""
+    code = found.get("last exit code", "")
+    return f"it ended with exit code {code}" if code else f"its state is {found.get('state')}"
+
+
+def manager_of(platform: str, *, system: bool = False) -> Manager:
+    """The service manager of a platform; `system`: for a service that needs no login.
+
+    Raises ExoNodeError where there is none.
+    """
     if platform == "darwin":
-        return launchd(Path.home(), os.getuid())
+        return _daemon() if system else launchd(Path.home(), os.getuid())
+    if system:
+        raise ExoNodeError(
+            "--system is for macOS; here `loginctl enable-linger` runs your service from boot on"
+        )
     if shutil.which("systemctl") is None:
         raise ExoNodeError(
             "this system has no systemctl; run `exo-node start` by what starts services here"
@@ -126,57 +169,99 @@ def manager_of(platform: str) -> Manager:
     return systemd(platformdirs.user_config_path())
 
 
+def _daemon() -> Manager:
+    """The daemon of the user who calls sudo: models and keys stay theirs."""
+    import pwd
+
+    user = os.environ.get("SUDO_USER", "")
+    if os.geteuid() != 0 or user in ("", "root"):
+        raise ExoNodeError("only root installs a daemon, for the user who calls it: use `sudo`")
+    return launchd(Path(pwd.getpwnam(user).pw_dir), 0, user)
+
+
+_System = Annotated[
+    bool,
+    typer.Option("--system", help="macOS: a daemon, which needs no login and no permission."),
+]
+
+
 @service.command()
-def install(data_dir: DataDir = None) -> None:
+def install(data_dir: DataDir = None, system: _System = False) -> None:
     """Start the node now and at each login. Running it again takes up a changed data folder.
 
-    Settings stand as EXO_… lines in ~/.config/exo-node/environment (Linux). To run on after you
-    log out: loginctl enable-linger.
+    Settings stand as EXO_… lines in ~/.config/exo-node/environment. To run on after you log out:
+    loginctl enable-linger on Linux, `sudo exo-node service install --system` on macOS.
     """
-    manager = manager_of(sys.platform)
-    folder = client_settings(None, data_dir).data_dir.absolute()
-    if fault := _run(manager.look):
+    manager = manager_of(sys.platform, system=system)
+    folder = None if system and data_dir is None else client_settings(None, data_dir).data_dir
+    if (looked := _run(manager.look)).fault:
         command = " ".join(manager.look)
-        raise ExoNodeError(f"nothing was installed: `{command}`: {fault}; {_NO_MANAGER}")
+        raise ExoNodeError(f"nothing was installed: `{command}`: {looked.fault}; {_NO_MANAGER}")
     manager.file.parent.mkdir(parents=True, exist_ok=True)
-    if manager.file.exists() and sys.platform == "darwin":
-        _ = _run(manager.stop)
-    program = [*_program(), "start", "--data-dir", str(folder)]
-    replace_private(manager.file, manager.definition(program))
+    if manager.is_ended_late:
+        _end(manager)
+    where = [] if folder is None else ["--data-dir", str(folder.absolute())]
+    replace_private(manager.file, manager.definition([*_program(), "start", *where]))
     for command in manager.start:
-        if fault := _run(command):
+        if fault := _started(command, again=manager.is_ended_late):
             raise ExoNodeError(f"{manager.file} is written, but `{' '.join(command)}`: {fault}")
     note(f"the node runs as a service, defined in {manager.file}")
 
 
 @service.command()
-def status(as_json: AsJson = False) -> None:
+def status(as_json: AsJson = False, system: _System = False) -> None:
     """Say whether the service is installed and runs. Exit status 1 where it does not run."""
-    manager = manager_of(sys.platform)
+    manager = manager_of(sys.platform, system=system)
     installed = manager.file.exists()
-    runs = installed and not _run(manager.state)
+    state = _run(manager.state) if installed else _Ran("", "it is not installed")
+    why = manager.fault(state.output) if not state.fault else ""
+    runs = not state.fault and not why
     if as_json:
-        print(json.dumps({"installed": installed, "running": runs, "file": str(manager.file)}))
+        found = {"installed": installed, "running": runs, "file": str(manager.file)}
+        print(json.dumps(found | ({"reason": why} if why else {})))
     elif not installed:
         print(joined(["not installed; `exo-node service install` does it"]))
     else:
-        print(f"{'running' if runs else 'installed, not running'}, {manager.file}")
+        stopped = f"installed, not running{f' ({why})' if why else ''}"
+        print(f"{'running' if runs else stopped}, {manager.file}")
+        if not runs and sys.platform == "darwin":
+            note(_REFUSED)
     raise typer.Exit(0 if runs else 1)
 
 
 @service.command()
-def uninstall(yes: Yes = False) -> None:
+def uninstall(yes: Yes = False, system: _System = False) -> None:
     """Stop the service and remove it. The data folder stays."""
-    manager = manager_of(sys.platform)
+    manager = manager_of(sys.platform, system=system)
     if not manager.file.exists():
         note("it is not installed")
         return
     if not yes:
         confirm("Stop the node and remove its service?")
-    fault = _run(manager.stop)
+    fault = _run(manager.stop).fault
     manager.file.unlink()
     failure = f"; stopping it failed: {fault}" if fault else ""
     note(*f"removed {manager.file}{failure}".splitlines())
+
+
+def _end(manager: Manager) -> None:
+    """Ends a service that is loaded, and waits until it is gone: answers may take minutes."""
+    if _run(manager.stop).fault:
+        return  # it was not loaded
+    until = time.monotonic() + TIMES.service_stop_s
+    while not _run(manager.state).fault and time.monotonic() < until:
+        time.sleep(TIMES.service_look_s)
+
+
+def _started(command: list[str], *, again: bool) -> str:
+    """The error of a command that starts a service, empty if it succeeded.
+
+    `again`: launchd may answer "5: Input/output error" for a moment after a service has gone.
+    """
+    until = time.monotonic() + TIMES.service_settle_s
+    while (fault := _run(command).fault) and again and time.monotonic() < until:
+        time.sleep(TIMES.service_look_s)
+    return fault
 
 
 def _program() -> list[str]:
@@ -185,17 +270,23 @@ def _program() -> list[str]:
     return [str(beside)] if beside.exists() else [sys.executable, "-m", "exo_node.node.cli.main"]
 
 
-def _run(command: list[str]) -> str:
-    """Runs a command; returns its error, empty if it succeeded."""
+@dataclass(frozen=True, slots=True)
+class _Ran:
+    """What a command said; `fault` is empty if it succeeded."""
+
+    output: str
+    fault: str
+
+
+def _run(command: list[str]) -> _Ran:
     try:
         process = subprocess.run(
             command, capture_output=True, text=True, timeout=TIMES.service_start_s
         )
     except (OSError, subprocess.TimeoutExpired) as fault:
-        return str(fault)
-    if process.returncode == 0:
-        return ""
-    return process.stderr.strip() or f"exit {process.returncode}"
+        return _Ran("", str(fault))
+    fault = process.stderr.strip() or f"exit {process.returncode}"
+    return _Ran(process.stdout, fault if process.returncode else "")
 
 
 def _command_line(command: list[str]) -> str:

@@ -100,6 +100,14 @@ _LogFormat = Annotated[
     str | None,
     option("FORMAT", "human or json; default: human on a terminal, else json. [EXO_LOG_FORMAT]"),
 ]
+_LogFile = Annotated[
+    str | None,
+    option("FILE", "Where to log, rotated at 10 MB; default: stderr. [EXO_LOG_FILE]"),
+]
+_EnvironmentFile = Annotated[
+    str | None,
+    option("FILE", "Lines NAME=VALUE of variables that are not set; it need not exist."),
+]
 
 
 start = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -122,6 +130,8 @@ def start_node(
     offline: _Offline = False,
     auto_download: _AutoDownload = False,
     log_format: _LogFormat = None,
+    log_file: _LogFile = None,
+    environment_file: _EnvironmentFile = None,
 ) -> None:
     """Run a node here, in the foreground.
 
@@ -143,15 +153,18 @@ def start_node(
         "offline": offline or None,
         "auto_download": auto_download or None,
         "log_format": log_format,
+        "log_file": log_file,
     }
-    raise typer.Exit(_run(flags))
+    raise typer.Exit(_run(flags, environment_file))
 
 
-def _run(flags: Mapping[str, object]) -> int:
+def _run(flags: Mapping[str, object], environment_file: str | None) -> int:
     """The node's exit status; a flag that is None leaves its variable or default."""
     from ..machine import settings
     from ..trust.token_file import has_token
 
+    if environment_file is not None:
+        settings.take_environment_file(Path(environment_file))
     forgotten = settings.forget_variables_of_libraries()
     environ = settings.environment()
     loaded = settings.load_settings(flags, environ, has_token)

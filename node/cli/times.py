@@ -26,6 +26,8 @@ class Times:
     service_start_s: int = 60
     service_stop_s: int = 600
     """Longer than a node that stops waits for its running answers."""
+    service_look_s: float = 0.2
+    service_settle_s: float = 10.0
     dial_s: float = 3.0
     silent_s: float = 30.0
     """Many heartbeats: a node that sent none for this long does not reach this node."""

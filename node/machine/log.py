@@ -11,6 +11,8 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from datetime import UTC, datetime
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
 from typing import Any, Final, Literal, TextIO
 
 from .own_command import typable
@@ -21,6 +23,8 @@ _QUIET: Final = (
     *("asyncio", "filelock", "grpc", "httpcore", "httpcore2", "httpx", "httpx2"),
     *("huggingface_hub", "urllib3", "uvicorn", "zeroconf"),
 )
+FILE_BYTES: Final = 10_000_000
+OLD_FILES: Final = 3
 _SILENT: Final = ("uvicorn.access",)  # the API logs each request itself, with its id
 
 # C0, DEL and C1: a peer's or client's text must not move the cursor or forge a line. Embeddings,
@@ -120,19 +124,30 @@ class _NodeHandler(logging.StreamHandler[TextIO]):
     """A class of its own, so that a second `configure` replaces no other handler."""
 
 
+class _FileHandler(RotatingFileHandler):
+    def __init__(self, file: Path) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        super().__init__(file, maxBytes=FILE_BYTES, backupCount=OLD_FILES, encoding="utf-8")
+
+
 def configure(
     log_format: Literal["human", "json"],
     level: str = "info",
     *,
     node: str | None = None,
     stream: TextIO | None = None,
+    file: Path | None = None,
 ) -> None:
-    """Send every logger of this process to stderr (or `stream`); may be called again."""
-    handler = _NodeHandler(sys.stderr if stream is None else stream)
+    """Sends every logger of this process to stderr, a stream or a file; may be called again.
+
+    A file keeps at most FILE_BYTES, with OLD_FILES earlier ones beside it. Raises OSError for it.
+    """
+    handler = _FileHandler(file) if file else _NodeHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(HumanFormatter() if log_format == "human" else JsonFormatter(node))
     root = logging.getLogger()
-    for old in [h for h in root.handlers if isinstance(h, _NodeHandler)]:
+    for old in [h for h in root.handlers if isinstance(h, (_NodeHandler, _FileHandler))]:
         root.removeHandler(old)
+        old.close()
     root.addHandler(handler)
     root.setLevel(level.upper())
     for name in _QUIET:

@@ -12,6 +12,8 @@ from typing import Any, Final
 
 import platformdirs
 
+from ...placement.errors import InvalidSettings
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -23,7 +25,7 @@ class Source:
 
 _FLAGS: Final = (
     *("name", "host", "port", "grpc_port", "interface", "data_dir", "cluster_key_file"),
-    *("memory_limit", "dtype", "offline", "auto_download", "log_format"),
+    *("memory_limit", "dtype", "offline", "auto_download", "log_format", "log_file"),
 )
 _OTHERS: Final[Mapping[str, Source]] = {
     "models_dirs": Source("EXO_MODELS_DIR", "--models-dir"),
@@ -78,6 +80,31 @@ def forget_variables_of_libraries() -> tuple[str, ...]:
 def environment() -> Mapping[str, str]:
     """This process's environment, for the callers of the loaders."""
     return os.environ
+
+
+def take_environment_file(path: Path) -> None:
+    """Adds the variables of a file to this process's environment, where they are not set already.
+
+    Lines are NAME=VALUE, as in the EnvironmentFile of systemd.exec(5): quotes may stand around a
+    value, and # or ; begins a comment. A missing file has no variables. Raises InvalidSettings.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except FileNotFoundError:
+        return
+    except (OSError, UnicodeDecodeError) as fault:
+        raise InvalidSettings(f"{path}: {fault}", param="--environment-file") from None
+    for number, line in enumerate(map(str.strip, lines), 1):
+        if not line or line[0] in "#;":
+            continue
+        name, equals, value = line.partition("=")
+        if not equals or not name.strip().isidentifier():
+            text = f"{path}, line {number}: no NAME=VALUE; mend the line or begin it with #"
+            raise InvalidSettings(text, param="--environment-file")
+        value = value.strip()
+        if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
+            value = value[1:-1]
+        _ = os.environ.setdefault(name.strip(), value)
 
 
 def default_data_dir() -> Path:

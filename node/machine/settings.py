@@ -19,6 +19,7 @@ from .awake import KeepAwake
 from .setting_sources import Inputs, Source, collect, default_data_dir, source_of
 from .setting_sources import environment as environment
 from .setting_sources import forget_variables_of_libraries as forget_variables_of_libraries
+from .setting_sources import take_environment_file as take_environment_file
 from .setting_values import (
     MAX_NAME_BYTES,
     as_choice,
@@ -97,7 +98,8 @@ class Settings(BaseModel):
     `prefix_disk_gb`: GB of cached prefixes on disk; None takes a share of the free space.
     `responses_gb`: GB of stored responses, 0 for none; `responses_keep`: seconds until one expires.
     `load_timeout` is in seconds; see `load_watch`. `timing` is "lan", or "local" for nodes that are
-    all on one machine. `keep_awake`: when the machine may not go to sleep by itself.
+    all on one machine. `log_file` None: stderr. `keep_awake`: when the machine may not go to sleep
+    by itself.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -143,6 +145,7 @@ class Settings(BaseModel):
     responses_gb: Annotated[float, BeforeValidator(as_gigabytes)] = 1.0
     responses_keep: Annotated[float, BeforeValidator(duration_s)] = 30 * 86_400.0
     kv_bits: Annotated[int, BeforeValidator(as_kv_bits)] | None = None
+    log_file: Annotated[Path, BeforeValidator(as_path)] | None = None
     keep_awake: Annotated[KeepAwake, BeforeValidator(as_choice(get_args(KeepAwake)))] = "answers"
 
 

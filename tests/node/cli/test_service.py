@@ -134,7 +134,6 @@ def test_launchds_definition_has_only_keys_that_its_manual_names(tmp_path: Path)
         "ThrottleInterval": int,
         "ExitTimeOut": int,
         "ProcessType": str,
-        "StandardOutPath": str,
         "StandardErrorPath": str,
     }
     assert {name: type(value) for name, value in job.items()} == types

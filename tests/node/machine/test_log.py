@@ -5,10 +5,12 @@ import io
 import json
 import logging
 from collections.abc import Generator
+from pathlib import Path
 from typing import Literal
 
 import pytest
 
+from exo_node.node.machine import log as log_module
 from exo_node.node.machine.log import (
     JsonFormatter,
     LineLimit,
@@ -157,3 +159,18 @@ def test_lines_that_strangers_cause_are_few_and_counted() -> None:
     assert limit.passes()
     assert limit.left_out() == " (497 such lines were left out before)"
     assert limit.left_out() == ""
+
+
+def test_a_file_of_the_log_is_rotated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_module, "FILE_BYTES", 2000)
+    file = tmp_path / "logs" / "node.log"
+    configure("json", node="desk", file=file)
+    try:
+        for number in range(100):
+            logging.getLogger("exo_node.test").info("line %d", number)
+    finally:
+        configure("human")
+    files = sorted(each.name for each in file.parent.iterdir())
+    assert files == ["node.log", "node.log.1", "node.log.2", "node.log.3"]
+    assert all(each.stat().st_size <= 2000 for each in file.parent.iterdir())
+    assert json.loads(file.read_text().splitlines()[-1])["message"] == "line 99"

@@ -17,6 +17,7 @@ from exo_node.node.machine.settings import (
     installed_distributions,
     load_settings,
     runner_environment,
+    take_environment_file,
     unknown_variables,
 )
 from exo_node.placement.errors import InvalidSettings
@@ -348,3 +349,36 @@ def test_macs_of_different_age_multiply_float32_alike(
 ) -> None:
     monkeypatch.setattr(sys, "platform", system)
     assert runner_environment({"MLX_ENABLE_TF32": "1"}).get("MLX_ENABLE_TF32") == value
+
+
+def test_variables_of_a_file_are_those_that_are_not_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "environment"
+    take_environment_file(file)  # it need not exist
+    for name in ("EXO_API_KEY", "EXO_NAME", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "")  # so that the end of the test removes it
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("EXO_PORT", "1")
+    text = "# keys\n; more\n\nEXO_API_KEY = 'a=b c'\nEXO_PORT=2\nEXO_NAME=\"desk\"\nHTTPS_PROXY=\n"
+    _ = file.write_text(text)
+    take_environment_file(file)
+    found = [os.environ[n] for n in ("EXO_API_KEY", "EXO_PORT", "EXO_NAME", "HTTPS_PROXY")]
+    assert found == ["a=b c", "1", "desk", ""]
+
+
+@pytest.mark.parametrize("line", ["EXO_API_KEY", "export EXO_API_KEY=secret", "=secret", "{}"])
+def test_a_line_that_sets_nothing_is_named_without_its_text(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "environment"
+    _ = file.write_text(f"# one\n{line}\n")
+    with pytest.raises(InvalidSettings, match="environment, line 2: no NAME=VALUE") as caught:
+        take_environment_file(file)
+    assert "secret" not in caught.value.message
+
+
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(InvalidSettings, match="Is a directory"):
+        take_environment_file(tmp_path)
+    _ = (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InvalidSettings, match="binary"):
+        take_environment_file(tmp_path / "binary")
