@@ -47,10 +47,8 @@ class LocalNode:
         self.library = ModelLibrary(
             models_folders(settings), offline=settings.offline, cards=settings.cards_dir
         )
-        interfaces = own_interfaces()
-        self.host = advertised_host(settings.interface, interfaces)
-        """The address that peers use first."""
-        addresses = announced_addresses(self.host, settings.interface is not None, interfaces)
+        self.host, addresses = self._addresses()
+        """The address that peers use first, and all of them."""
         profiles = LayerProfiles.of(settings.data_dir, hardware)
         client = LinkClient(self.keyring.credentials, time.perf_counter)
         self.profiling = Profiling(
@@ -58,6 +56,15 @@ class LocalNode:
         )
         self.grpc_port, self.http_port = settings.grpc_port, settings.port
         """The requested ports until the node listens."""
+
+    def renew_addresses(self) -> None:
+        """Takes up the addresses that this machine has now."""
+        self.host, self.profiling.addresses = self._addresses()
+
+    def _addresses(self) -> tuple[str, list[str]]:
+        setting, interfaces = self.settings.interface, own_interfaces()
+        host = advertised_host(setting, interfaces)
+        return host, announced_addresses(host, setting is not None, interfaces)
 
     def note_ports(self, *, grpc: int | None = None, http: int | None = None) -> None:
         """The real ports, once the node listens."""

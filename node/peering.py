@@ -112,6 +112,11 @@ class PeerSearch:
         if self._discovery is not None:
             await self._discovery.close()
 
+    def announce_again(self) -> None:
+        """After this machine slept: its addresses may be others, and its sockets dead."""
+        if self._discovery is not None:
+            self._discovery.announce_again(self._announcement())
+
     async def reach(self) -> dict[str, Any]:
         """Whether this node and the others reach each other: the body of REACH_PATH."""
         members = self._cluster.reach()

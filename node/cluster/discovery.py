@@ -97,11 +97,17 @@ class Discovery:
         """While it listens."""
         self._echo = asyncio.Event()
         self._settled = asyncio.Event()
+        self._again = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, loops: Loops) -> None:
         """Returns at once: registering takes over a second, and the node is ready before."""
         self._keep(loops.keep(self._run, "the search by mDNS"))
+
+    def announce_again(self, announcement: Announcement) -> None:
+        """Opens new sockets and announces this node by them, as at its start."""
+        self._own = announcement
+        self._again.set()
 
     async def settled(self) -> str | None:
         """Waits until the first announcement was received or failed; returns `failure`."""
@@ -142,6 +148,7 @@ class Discovery:
                     self.failure, self._zeroconf = None, zeroconf.zeroconf
                     self._settled.set()
                     await self._follow_interfaces(zeroconf)
+                continue
             except (OSError, ZeroconfError) as fault:
                 self._fail(str(fault) or type(fault).__name__)
             finally:
@@ -157,6 +164,7 @@ class Discovery:
         browser = AsyncServiceBrowser(zeroconf.zeroconf, SERVICE, handlers=[self._changed])
         _ = stack.push_async_callback(browser.async_cancel)
         self._echo.clear()
+        self._again.clear()
         self._service = _service(self._own)
         own_name = self._service.name
         # This node announces itself even where the name is taken: TXT and TLS identify it.
@@ -185,8 +193,12 @@ class Discovery:
             raise OSError(str(fault)) from fault
 
     async def _follow_interfaces(self, zeroconf: AsyncZeroconf) -> None:
+        """Returns when this node has to be announced again."""
         while True:
-            await asyncio.sleep(self._timing.rescan_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._timing.rescan_s):
+                    _ = await self._again.wait()
+                    return
             if self._interfaces is None:
                 await zeroconf.async_update_interfaces()
 

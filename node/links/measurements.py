@@ -73,6 +73,10 @@ class Profiling:
     def addresses(self) -> list[str]:
         return list(self._addresses)
 
+    @addresses.setter
+    def addresses(self, addresses: Sequence[str]) -> None:
+        self._addresses = list(addresses)
+
     # -------------------------------------------------------------------- published
 
     def add_to(self, facts: pb.NodeFacts) -> pb.NodeFacts:

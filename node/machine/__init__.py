@@ -20,4 +20,5 @@ settings.py: every flag and environment variable
 switches.py: switches of native MTP that change at run time
 tasks.py: background tasks that report their errors, and loops that restart
 timing.py: the periods, timeouts and backoffs of a node, in two profiles
+waking.py: notices that this machine slept
 """

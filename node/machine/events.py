@@ -19,15 +19,17 @@ EVENTS_PATH: Final = "/v1/events"
 
 log = logging.getLogger(__name__)
 
-_OfMembers = Literal["joined", "left", "leaving", "suspected", "recovered", "refuted", "died"]
+_OfMembers = Literal[
+    "joined", "left", "leaving", "suspected", "recovered", "refuted", "died", "woke"
+]
 _OfHeads = Literal["election", "head_changed", "term_not_stored", "term_stored"]
 _OfPlacements = Literal["placed", "replicas", "adopted", "superseded", "stage_lost", "replanned"]
 _OfLoads = Literal["resumed", "load_failed", "unloaded"]
 _OfFiles = Literal["copied", "pulled", "pull_failed", "removed", "peer_left"]
 _OfJoining = Literal["join_requested", "join_approved", "join_refused", "rekeyed"]
-_OfTheLog = Literal["loop_ended", "loop_recovered", "dropped"]
+_OfThisNode = Literal["woke", "loop_ended", "loop_recovered", "dropped"]
 Kind: TypeAlias = (
-    _OfMembers | _OfHeads | _OfPlacements | _OfLoads | _OfFiles | _OfJoining | _OfTheLog
+    _OfMembers | _OfHeads | _OfPlacements | _OfLoads | _OfFiles | _OfJoining | _OfThisNode
 )
 Fact: TypeAlias = str | int | float | bool | None
 

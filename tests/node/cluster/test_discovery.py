@@ -411,3 +411,13 @@ async def test_a_node_announces_its_join_port() -> None:
     expected = replace(candidate(one.own), join_address=f"{LOOPBACK}:7009")
     async with started(one, two):
         await two.until(lambda peers: expected in peers)
+
+
+async def test_a_node_that_woke_announces_where_it_is_now() -> None:
+    one, two = Watcher(announcement(new_cluster(), 7001)), Watcher(announcement(new_cluster()))
+    async with started(one, two):
+        await two.until(lambda peers: candidate(one.own) in peers)
+        moved = replace(one.own, port=7010)
+        one.discovery.announce_again(moved)
+        await two.until(lambda peers: candidate(moved) in peers)
+        assert await one.discovery.settled() is None
