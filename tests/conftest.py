@@ -39,6 +39,8 @@ _ = os.environ.setdefault("EXO_TIMING", "local")  # of every node that a test st
 _BIN = str(Path(sys.executable).parent)  # so that texts call the program exo-node
 os.environ["PATH"] = os.pathsep.join([_BIN, os.environ.get("PATH", os.defpath)])
 fused_headers.use()
+if sys.platform == "darwin":  # where MLX would choose Metal; what tests expect is of a CPU
+    mx.set_default_device(mx.cpu)
 
 hypothesis.settings.register_profile(
     "steady",

@@ -61,7 +61,7 @@ class Awake:
                 if now() >= until:
                     await self._release()
                 elif refusal := await self._hold(command):
-                    log.warning("This machine may sleep while it answers: %s", refusal)
+                    log.info("this machine may sleep while it answers: %s", refusal)
                     return
                 await asyncio.sleep(_LOOK_EVERY_S)
         finally:

@@ -107,11 +107,12 @@ async def test_a_command_that_somebody_killed_is_started_again(
 async def test_a_refusal_is_said_once_and_ends_the_attempts(
     install: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     install(REFUSES)
     async with running("always", [False]) as task:
         await asyncio.wait_for(task, 20)
     (record,) = caplog.records
-    assert "may sleep while it answers: " in record.getMessage()
+    assert "this machine may sleep while it answers: " in record.getMessage()
     assert record.getMessage().endswith("Failed to inhibit: Access denied")
 
 
@@ -121,6 +122,7 @@ async def test_where_the_command_is_missing_or_not_wanted_nothing_runs(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("INFO")
     install(HOLDS)
     async with running("never", [True]) as task:
         await asyncio.wait_for(task, 20)
@@ -128,6 +130,9 @@ async def test_where_the_command_is_missing_or_not_wanted_nothing_runs(
     async with running("always", [True]) as task:
         await asyncio.wait_for(task, 20)
     assert not held.exists()
+    assert [
+        "is missing: this machine may sleep" in each.getMessage() for each in caplog.records
+    ] == [True]
 
 
 def test_the_assertion_ends_with_the_process_even_if_that_is_killed() -> None:
