@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:?a folder for what is printed}
 mkdir -p "$out/models" && out=$(cd "$out" && pwd)
 exo=.venv/bin/exo-node demo=shard/models/demo
-export EXO_CLUSTER_KEY=a-key-for-the-two-nodes-of-one-day EXO_TIMING=local EXO_MDNS=0
+export EXO_CLUSTER_KEY=abcdefghijklmnopqrstuvwxyz234567 EXO_TIMING=local EXO_MDNS=0
 failed=()
 
 step() {  # NAME COMMAND…: runs it, prints and keeps its output

@@ -173,7 +173,9 @@ def _daemon() -> Manager:
     """The daemon of the user who calls sudo: models and keys stay theirs."""
     import pwd
 
-    user = os.environ.get("SUDO_USER", "")
+    from ..machine.settings import sudo_user
+
+    user = sudo_user()
     if os.geteuid() != 0 or user in ("", "root"):
         raise ExoNodeError("only root installs a daemon, for the user who calls it: use `sudo`")
     return launchd(Path(pwd.getpwnam(user).pw_dir), 0, user)

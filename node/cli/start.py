@@ -106,7 +106,7 @@ _LogFile = Annotated[
 ]
 _EnvironmentFile = Annotated[
     str | None,
-    option("FILE", "Lines NAME=VALUE of variables that are not set; it need not exist."),
+    option("FILE", "Lines NAME=VALUE of variables that are not set.", hidden=True),
 ]
 
 

@@ -165,6 +165,11 @@ def visible_gpus() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
+def sudo_user() -> str:
+    """The user who called sudo, empty without it."""
+    return os.environ.get("SUDO_USER", "")
+
+
 def load_settings(
     flags: Mapping[str, object],
     environ: Mapping[str, str],
