@@ -373,6 +373,16 @@ def test_a_hub_that_begins_no_answer_is_given_up(
     assert get(hub, tmp_path / "cache").is_dir()
 
 
+def test_a_hash_that_ends_with_a_path_is_refused_and_nothing_is_fetched(
+    hub: FakeHub, tmp_path: Path
+) -> None:
+    """Weights are stored under their hash, so it must not choose another folder."""
+    hub.digests[MODEL] = f"{'0' * 64}/../../{'0' * 64}"
+    with pytest.raises(DownloadFailed, match="has the hash"):
+        get(hub, tmp_path / "cache")
+    assert hub.requests == []
+
+
 def test_names_that_lead_out_of_the_folder_are_neither_fetched_nor_written(
     hub: FakeHub, tmp_path: Path
 ) -> None:
