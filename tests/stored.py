@@ -44,7 +44,7 @@ async def add(
     items = [{"role": "user", "content": text}]
     await store.begin(NewResponse(id, owner, False, items, previous), {"status": "in_progress"})
     output = [{"type": "message", "content": f"answer to {text}"}]
-    await store.finish(id, EndedResponse("completed", {"status": "completed"}, output))
+    await store.finish(id, EndedResponse({"status": "completed"}, output))
     store.release(id)
 
 

@@ -68,7 +68,6 @@ class EndedResponse:
     `events`: the frames of its stream, empty unless it was answered in the background.
     """
 
-    status: str
     body: Json = field(repr=False)
     output: list[Json] = field(repr=False)
     events: bytes = field(default=b"", repr=False)
@@ -91,13 +90,10 @@ _Work = Callable[[sqlite3.Connection, Limits], Value]
 
 @dataclass(frozen=True, slots=True)
 class _Tier:
-    """One of the places of responses."""
-
     database: Database
     limits: Limits
 
     async def run(self, work: _Work[Value]) -> Value:
-        """Runs `work` in a transaction, with the limits."""
         return await self.database.run(lambda connection: work(connection, self.limits))
 
 
@@ -175,7 +171,7 @@ class ResponseStore:
                 raise ResponseNotFound("the response was deleted before it ended")
             if end.is_too_long:
                 _ = connection.execute("UPDATE chunk SET items = ? WHERE id = ?", (nothing, input))
-            row = (end.status, add_chunk(connection, output, input), body, events, id)
+            row = (end.body["status"], add_chunk(connection, output, input), body, events, id)
             (owner,) = connection.execute(
                 "UPDATE response SET status = ?, output = ?, body = ?, events = ? WHERE id = ?"
                 " RETURNING owner",
@@ -257,8 +253,6 @@ class ResponseStore:
         return await self._items(await self._conversation(id, owner), _CONVERSATION, PREVIOUS)
 
     async def _conversation(self, id: str, owner: str) -> list[bytes]:
-        """Its packed items."""
-
         def work(connection: sqlite3.Connection, limits: Limits) -> list[bytes]:
             if self._check(connection, limits, id, owner) in RUNNING:
                 raise InvalidRequest(

@@ -13,7 +13,7 @@ from ..shared.history import MAX_MESSAGES, NOTHING_TO_READ, History, HistoryBody
 from ..shared.message_parts import Part, PartList, Parts, content_for_template, thoughts_of
 from ..shared.sampling_schema import UINT32, AnswerBody, StopStrings, TopK
 from ..shared.structured_schema import schema_grammar
-from ..shared.thinking_schema import thinking_options
+from ..shared.thinking_schema import ThinkingWish, thinking_options
 from ..shared.tool_schema import MAX_TOOLS, required_call, schemas_text, tool_for_template
 
 _BILLING: Final = "x-anthropic-billing-header:"
@@ -71,11 +71,6 @@ class ToolChoice(TolerantBody):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(TolerantBody):
-    type: Literal["enabled", "disabled", "adaptive"] | None = None
-    budget_tokens: Annotated[int | None, Field(ge=0, le=UINT32)] = None
-
-
 class OutputFormat(TolerantBody):
     type: Literal["json_schema"]
     json_schema: Annotated[dict[str, Any], Field(alias="schema")]
@@ -102,7 +97,7 @@ class MessagesBody(AnswerBody, TolerantBody):
     stop_sequences: StopStrings = None
     tools: Annotated[list[AnthropicTool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingWish | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     """The field's place in the beta of structured outputs."""
@@ -183,18 +178,18 @@ class MessagesBody(AnswerBody, TolerantBody):
 
     @property
     def form(self) -> Grammar | None:
-        if self.output_config is not None and self.output_config.format is not None:
-            return schema_grammar(self.output_config.format.json_schema, "output_config.format")
-        if self.output_format is not None:
-            return schema_grammar(self.output_format.json_schema, "output_format")
-        return None
+        newer = self.output_config.format if self.output_config else None
+        if newer is not None:
+            return schema_grammar(newer.json_schema, "output_config.format")
+        older = self.output_format
+        return None if older is None else schema_grammar(older.json_schema, "output_format")
 
     @property
     def template_options(self) -> dict[str, Any]:
         thinking, config = self.thinking, self.output_config
         return thinking_options(
             effort=config.effort if config else None,
-            switches=(thinking.type != "disabled",) if thinking and thinking.type else (),
+            switches=(thinking.switch,) if thinking else (),
             budget=thinking.budget_tokens if thinking else None,
         )
 

@@ -17,7 +17,7 @@ from ..http.bodies import StrictBody, TolerantBody, unknown_fields
 from ..http.dialects import OLLAMA, OPENAI, Dialect, Exchange, WholeAnswer, WireFormat
 from ..http.errors import HttpFault
 from ..http.keep_alive import KeepAlive
-from ..shared.inputs_schema import AnyInput, input_fault, inputs_of
+from ..shared.inputs_schema import AnyInput, inputs_of, wrong
 from ..shared.sampling_schema import ModelName
 from .ollama_schema import OllamaName, OllamaOptions
 
@@ -31,7 +31,7 @@ def _inputs(value: object) -> tuple[str | tuple[int, ...], ...]:
     for number, each in enumerate(inputs):
         if not each:
             at = "" if isinstance(value, str) else f"[{number}]"
-            raise input_fault(at, "should not be empty; send a text or token ids")
+            raise wrong(at, "should not be empty; send a text or token ids")
     return tuple(each if isinstance(each, str) else tuple(each) for each in inputs)
 
 
@@ -40,7 +40,7 @@ def _texts(value: object) -> tuple[str | tuple[int, ...], ...]:
     inputs = _inputs(value)
     for number, each in enumerate(inputs):
         if not isinstance(each, str):
-            raise input_fault("" if len(inputs) == 1 else f"[{number}]", "should be a text")
+            raise wrong("" if len(inputs) == 1 else f"[{number}]", "should be a text")
     return inputs
 
 
@@ -53,8 +53,6 @@ Render = Callable[[WholeAnswer, Finished], dict[str, Any]]
 
 
 class EmbeddingsBody(StrictBody):
-    """The body of `POST /v1/embeddings`."""
-
     model: ModelName
     input: Inputs
     dimensions: Dimensions = None
@@ -77,8 +75,6 @@ class _OllamaBody(TolerantBody):
 
 
 class OllamaEmbedBody(_OllamaBody):
-    """The body of `POST /api/embed`."""
-
     input: Texts
     dimensions: Dimensions = None
     truncate: bool | None = None

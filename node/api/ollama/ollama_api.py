@@ -3,19 +3,20 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Final, Literal, final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....mtp.types import Sampling
 from ....placement.ids import RequestId
 from ....proto import peer_pb2 as pb
 from ...chat.requests import CallPart, Finished, GenerationRequest, Part, ReasoningDelta, TextDelta
 from ...trust.local_token import TOKEN_FILE, TOKEN_HEADER
 from ..http.bodies import unknown_fields
-from ..http.dialects import OLLAMA, Dialect, Exchange, WholeAnswer, fault_response
+from ..http.dialects import OLLAMA, Body, Dialect, Exchange, WholeAnswer, fault_response
 from ..http.errors import HttpFault
 from ..http.long_bodies import json_response
 from ..http.routes import ApiRoute, get_json, post_json, profiles_of
@@ -112,8 +113,8 @@ class Ollama:
             ApiRoute("GET", "/api/tags", self.tags),
             get_json("/api/ps", self.ps),
             post_json("/api/show", self.show, ShowBody),
-            ApiRoute("POST", OLLAMA_CHAT.path, self.chat, body=OLLAMA_CHAT.body),
-            ApiRoute("POST", OLLAMA_GENERATE.path, self.generate, body=OLLAMA_GENERATE.body),
+            self._prompt_route(OLLAMA_CHAT),
+            self._prompt_route(OLLAMA_GENERATE),
         ]
 
     async def version(self) -> Json:
@@ -136,41 +137,29 @@ class Ollama:
                 return ollama_shown(entry)
         raise await self._operations.no_model(model)
 
-    async def chat(self, request: Request) -> Response:
-        return await self._answer(request, await read(request, OLLAMA_CHAT), "chat")
+    def _prompt_route(self, dialect: Dialect[Body]) -> ApiRoute:
+        async def answer(request: Request) -> Response:
+            exchange = await read(request, dialect)
+            asked = exchange.request
+            if asked.text or asked.suffix or asked.messages:
+                return await self._answering.respond(request, exchange)
+            return await self._load(request, asked)
 
-    async def generate(self, request: Request) -> Response:
-        return await self._answer(request, await read(request, OLLAMA_GENERATE), "generate")
+        return ApiRoute("POST", dialect.path, answer, body=dialect.body)
 
-    async def _answer(self, request: Request, exchange: Exchange, kind: Kind) -> Response:
-        if exchange.request.text or exchange.request.suffix or exchange.request.messages:
-            return await self._answering.respond(request, exchange)
-        return await self._load(request, exchange, kind)
-
-    async def _load(self, request: Request, exchange: Exchange, kind: Kind) -> Response:
+    async def _load(self, request: Request, asked: GenerationRequest) -> Response:
         """The answer to a request without a prompt, which loads or unloads the model."""
-        model, keep_alive_s = exchange.request.model, exchange.request.keep_alive_s
-        generation = GenerationRequest(
-            exchange.request.id,
-            model,
-            (),
-            Sampling(),
-            text=".",
-            keep_alive_s=keep_alive_s,
-            trusted=request.state.trusted,
-        )
-        unloads = keep_alive_s == 0
+        generation = replace(asked, text=".", trusted=request.state.trusted)
+        unloads = asked.keep_alive_s == 0
         if unloads and not generation.trusted:
             return fault_response(_NOT_TO_UNLOAD, request.url.path)
         if unloads:
             await self._answering.chat.release(await self._answering.profiled(generation))
         else:
             _ = await self._answering.encode(generation)
-        empty = {"message": {"role": "assistant", "content": ""}}
-        text = empty if kind == "chat" else {"response": ""}
-        head = {"model": model, "created_at": _now()}
-        reason = "unload" if unloads else "load"
-        return json_response({**head, **text, "done": True, "done_reason": reason})
+        kind: Kind = "chat" if request.url.path == OLLAMA_CHAT.path else "generate"
+        end = {"done": True, "done_reason": "unload" if unloads else "load"}
+        return json_response(_line(kind, asked.model) | end)
 
     async def _entries(self) -> list[Json]:
         return (await self._operations.models())["data"]
@@ -181,8 +170,7 @@ class _LineRenderer:
     """Renders one answer as lines of JSON."""
 
     def __init__(self, kind: Kind, model: str) -> None:
-        self._kind: Kind = kind
-        self._model = model
+        self._line = partial(_line, kind, model)
         self._began = time.monotonic()
 
     def whole(self, answer: WholeAnswer, end: Finished) -> dict[str, Any]:
@@ -208,17 +196,6 @@ class _LineRenderer:
     def fault(self, fault: HttpFault) -> bytes:
         return OLLAMA.frame(fault)
 
-    def _line(
-        self, text: str = "", thinking: str = "", calls: Sequence[Mapping[str, Any]] = ()
-    ) -> dict[str, Any]:
-        head: dict[str, Any] = {"model": self._model, "created_at": _now()}
-        thoughts = {"thinking": thinking} if thinking else {}
-        if self._kind == "generate":
-            return {**head, "response": text, **thoughts, "done": False}
-        message: dict[str, Any] = {"role": "assistant", "content": text, **thoughts}
-        message |= {"tool_calls": calls} if calls else {}
-        return {**head, "message": message, "done": False}
-
     def _last(self, end: Finished) -> dict[str, Any]:
         stats, total = end.stats, time.monotonic() - self._began
         first = float(stats.get("time_to_first_token_s", 0.0))
@@ -234,6 +211,22 @@ class _LineRenderer:
             "eval_duration": _nanoseconds(end.completion_tokens / speed if speed else 0.0),
             "generation_stats": dict(stats),
         }
+
+
+def _line(
+    kind: Kind,
+    model: str,
+    text: str = "",
+    thinking: str = "",
+    calls: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    head: dict[str, Any] = {"model": model, "created_at": _now()}
+    thoughts = {"thinking": thinking} if thinking else {}
+    if kind == "generate":
+        return {**head, "response": text, **thoughts, "done": False}
+    message: dict[str, Any] = {"role": "assistant", "content": text, **thoughts}
+    message |= {"tool_calls": calls} if calls else {}
+    return {**head, "message": message, "done": False}
 
 
 def _encoded(line: Mapping[str, Any]) -> bytes:

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,9 +17,7 @@ from ..http.routes import ApiRoute
 from ..http.sse import EventStream, Silence, attended
 from ..http.strict_json import encode
 from ..operations.models_api import Json, ModelFiles, PullBody
-from .ollama_schema import NamingBody, OllamaName
-
-_HUB_NAMES: Final = ("hf.co/", "huggingface.co/")
+from .ollama_schema import NamingBody, OllamaName, without_hub
 
 
 class OllamaPullBody(NamingBody):
@@ -53,7 +51,7 @@ class OllamaFiles:
 
     async def pull(self, request: Request) -> Response:
         body = await read_body(request, OllamaPullBody)
-        model = _plain(body.named_model)
+        model = body.named_model
         states = await self._files.pull(PullBody(model=model), stays=False)
         lines = self._lines(states, request)
         if body.stream is not False:
@@ -65,14 +63,14 @@ class OllamaFiles:
 
     async def delete(self, request: Request) -> Response:
         body = await read_body(request, NamingBody)
-        model = _plain(body.named_model)
+        model = body.named_model
         if not await self._files.remove_name(model):
             _ = await self._files.remove(model, dry_run=False)
         return Response(headers=_ignored(body, request))
 
     async def copy(self, request: Request) -> Response:
         body = await read_body(request, OllamaCopyBody)
-        await self._files.add_name(_plain(body.source), body.destination)
+        await self._files.add_name(without_hub(body.source), body.destination)
         return Response(headers=_ignored(body, request))
 
     async def _lines(self, states: AsyncGenerator[Json], request: Request) -> AsyncGenerator[bytes]:
@@ -115,13 +113,6 @@ def _line(state: Json) -> dict[str, Any]:
     digest = f"sha256:{hashlib.sha256(model.encode()).hexdigest()}"
     progress = {"digest": digest, "total": total, "completed": state["done_bytes"]}
     return {"status": f"pulling {model}", **progress}
-
-
-def _plain(name: str) -> str:
-    """The name without the hub's own."""
-    for prefix in _HUB_NAMES:
-        name = name.removeprefix(prefix)
-    return name
 
 
 def _ignored(body: TolerantBody, request: Request) -> dict[str, str]:

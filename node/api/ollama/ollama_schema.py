@@ -57,7 +57,7 @@ class OllamaOptions(TolerantBody):
 
     @property
     def token_limit(self) -> int | None:
-        """The most tokens of the answer; None: up to the end of the context."""
+        """The most tokens of the answer, or None up to the end of the context."""
         return min((n for n in (self.num_predict, self.num_ctx) if n and n > 0), default=None)
 
     def sampling(self) -> tuple[Sampling, frozenset[str]]:
@@ -131,6 +131,11 @@ class OllamaGenerateBody(_PromptBody):
         return [*system, {"role": "user", "content": content}]
 
 
+def without_hub(name: str) -> str:
+    """`owner/name` of `hf.co/owner/name`."""
+    return name.removeprefix("hf.co/").removeprefix("huggingface.co/")
+
+
 class NamingBody(TolerantBody):
     """A body that is about a model; `name` is the older name of `model`."""
 
@@ -140,7 +145,7 @@ class NamingBody(TolerantBody):
     @property
     def named_model(self) -> str:
         """The model's name. Raises InvalidRequest if it is missing."""
-        model = self.model or self.name
+        model = without_hub(self.model or self.name or "")
         if not model:
             raise InvalidRequest("'model' is required; write owner/name", param="model")
         return model

@@ -17,8 +17,8 @@ class CompletionLogprobs:
     """The log-probabilities of one choice, whose tokens come in order."""
 
     def __init__(self, prompt: str | None) -> None:
-        """`prompt`: the text that the choice begins with, which its first tokens spell; None: it
-        begins with the text of its tokens."""
+        """`prompt`: the text that the choice begins with, which its first tokens spell, or None if
+        it begins with the text of its tokens."""
         self._prompt = None if prompt is None else prompt.encode(errors="replace")
         self._prompt_characters = len(prompt or "")
         self._spelt = 0
@@ -34,7 +34,6 @@ class CompletionLogprobs:
         return _lists(entries, self._offsets(entries, self._length_in_prompt), unscored)
 
     def of_answer(self, entries: Sequence[TokenLogprob]) -> dict[str, Iterator[Any]]:
-        """The lists for the next tokens of the answer."""
         return _lists(entries, self._offsets_in_answer(entries))
 
     def _offsets_in_answer(self, entries: Sequence[TokenLogprob]) -> Iterator[int]:

@@ -17,7 +17,6 @@ from .completions_schema import CompletionBody
 
 
 def renderers_of(body: CompletionBody, request_id: RequestId) -> list["CompletionRenderer"]:
-    """A renderer for each choice of a request."""
     count = body.count * len(body.prompt)
     stream = ChoiceStream(count, body.has_usage_apart, len(body.prompt))
     return [CompletionRenderer(body, request_id, number, stream) for number in range(count)]
@@ -128,7 +127,6 @@ class CompletionRenderer:
 
 
 def _sum(some: dict[str, Any] | None, others: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The lists of both, one after the other."""
     if some is None or others is None:
         return some or others
     return {name: chain(values, others[name]) for name, values in some.items()}

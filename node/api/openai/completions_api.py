@@ -37,7 +37,6 @@ def _parse(body: CompletionBody, request_id: RequestId) -> Exchange:
 
 
 def _request(body: CompletionBody, request_id: RequestId, number: int) -> GenerationRequest:
-    """The request for the prompt of that number."""
     prompt = body.prompt[number]
     field = f"prompt[{number}]" if len(body.prompt) > 1 else "prompt"
     name = RequestId(f"{request_id}-p{number}" if number else request_id)

@@ -9,13 +9,12 @@ from pydantic import (
     SkipValidation,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from ..http.bodies import StrictBody
 from ..http.strict_json import MAX_ELEMENTS
 from ..shared.chat_message import ChatMessage
 from ..shared.history import MAX_MESSAGES
-from ..shared.inputs_schema import AnyInput, TokenId, input_fault, inputs_of
+from ..shared.inputs_schema import AnyInput, TokenId, inputs_of, wrong
 from ..shared.sampling_schema import UINT32, ModelName, NoneOfMinusOne
 from ..shared.thinking_schema import TemplateKwargs
 from ..shared.tool_schema import MAX_TOOLS, Tool
@@ -34,7 +33,7 @@ def _prompts(value: Any) -> list[str | list[int]]:
     for number, prompt in enumerate(prompts):
         if isinstance(prompt, str) != isinstance(prompts[0], str):
             sentence = "should be like those before it: all texts, or all lists of token ids"
-            raise input_fault(f"[{number}]", sentence)
+            raise wrong(f"[{number}]", sentence)
     return prompts
 
 
@@ -43,8 +42,6 @@ def _none_of_false(value: Any) -> Any:
 
 
 class CompletionBody(OpenAiBody):
-    """The body of `POST /v1/completions`."""
-
     refused_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         name: values for name, values in NEUTRAL.items() if name != "echo"
     }
@@ -70,24 +67,15 @@ class CompletionBody(OpenAiBody):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.max_tokens == 0 and not self.echo:
-            raise PydanticCustomError(
-                "without_echo", 'is 0 only with "echo": true beside it', {"at": "max_tokens"}
-            )
+            raise wrong("max_tokens", 'is 0 only with "echo": true beside it')
         answers = self.count * len(self.prompt)
         if answers > MAX_ANSWERS:
-            raise PydanticCustomError(
-                "too_many",
-                "asks for {answers} answers with 'n'; at most {most} come of one request",
-                {"answers": answers, "at": "prompt", "most": MAX_ANSWERS},
-            )
+            sentence = f"asks for {answers} answers with 'n'; one request has at most {MAX_ANSWERS}"
+            raise wrong("prompt", sentence)
         if self.suffix and not self.has_texts:
-            raise PydanticCustomError(
-                "not_text", "needs a 'prompt' in text; send no token ids", {"at": "suffix"}
-            )
+            raise wrong("suffix", "needs a 'prompt' in text; send no token ids")
         if self.suffix and self.echo:
-            raise PydanticCustomError(
-                "one_of", "cannot be combined with 'echo'; leave one of them out", {"at": "suffix"}
-            )
+            raise wrong("suffix", "cannot be combined with 'echo'; leave one of them out")
         return self
 
     @property
@@ -102,7 +90,6 @@ class CompletionBody(OpenAiBody):
 
     @property
     def has_texts(self) -> bool:
-        """Whether the prompts are texts; else they are token ids."""
         return isinstance(self.prompt[0], str)
 
 
@@ -122,9 +109,7 @@ class TokenizeBody(StrictBody):
     @model_validator(mode="after")
     def _has_one(self) -> "TokenizeBody":
         if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError(
-                "one_of", "should have either 'prompt' or 'messages'", {"at": "prompt"}
-            )
+            raise wrong("prompt", "should have either 'prompt' or 'messages'")
         return self
 
 

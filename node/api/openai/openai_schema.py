@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Self
 
 from pydantic import Field, field_validator, model_validator
-from pydantic_core import PydanticCustomError
 
 from ....proto.peer_pb2 import Grammar
 from ...chat.requests import calls_of
@@ -20,6 +19,7 @@ from ..http.strict_json import encode
 from ..shared.chat_message import ChatMessage
 from ..shared.choices import MAX_CHOICES
 from ..shared.history import MAX_MESSAGES
+from ..shared.inputs_schema import wrong
 from ..shared.sampling_schema import MaxTokens, SamplingBody
 from ..shared.structured_schema import one_grammar
 from ..shared.thinking_schema import ThinkingFields
@@ -87,9 +87,7 @@ class StreamOptions(StrictBody):
     @classmethod
     def _without_padding(cls, value: bool | None) -> bool | None:
         if value:
-            raise PydanticCustomError(
-                "unsupported_parameter", "is not supported by this node; send false"
-            )
+            raise unsupported("", "is not supported by this node; send false")
         return value
 
 
@@ -129,7 +127,6 @@ class OpenAiBody(SamplingBody):
 
     @property
     def count(self) -> int:
-        """The number of choices."""
         return self.n or 1
 
     @property
@@ -144,8 +141,6 @@ class OpenAiBody(SamplingBody):
 
 
 class ChatBody(ThinkingFields, OpenAiBody):
-    """The body of `POST /v1/chat/completions`."""
-
     without_effect: ClassVar[frozenset[str]] = OpenAiBody.without_effect | {
         "store",
         "prompt_cache_key",
@@ -188,9 +183,7 @@ class ChatBody(ThinkingFields, OpenAiBody):
     def _asks_for_logprobs_at_all(self) -> "ChatBody":
         """0 asks for nothing, so it may stand without `logprobs`."""
         if self.top_logprobs and not self.logprobs:
-            raise PydanticCustomError(
-                "without_logprobs", 'needs "logprobs": true beside it', {"at": "top_logprobs"}
-            )
+            raise wrong("top_logprobs", 'needs "logprobs": true beside it')
         return self
 
     @model_validator(mode="after")
@@ -198,19 +191,16 @@ class ChatBody(ThinkingFields, OpenAiBody):
         """Refuses a request that insists on a call which is not possible."""
         choice = self.tool_choice
         if choice is not None and choice.hosted:
-            raise PydanticCustomError("tool_choice", NO_CHOICE, {"at": "tool_choice"})
+            raise wrong("tool_choice", NO_CHOICE)
         if choice is None or not choice.insists:
             return self
         names = [tool["function"]["name"] for tool in self.callable_tools]
         if not names or (choice.named is not None and choice.named.name not in names):
-            raise PydanticCustomError(
-                "not_declared", "insists on a tool that 'tools' lacks", {"at": "tool_choice"}
-            )
+            raise wrong("tool_choice", "insists on a tool that 'tools' lacks")
         return self
 
     @property
     def required_call(self) -> Grammar | None:
-        """The call that the model must make."""
         choice = self.tool_choice
         if choice is None or not choice.insists:
             return None
@@ -224,12 +214,11 @@ class ChatBody(ThinkingFields, OpenAiBody):
 
     @property
     def num_logprobs(self) -> int | None:
-        """The number of likely tokens for each emitted one; None: no log-probabilities."""
+        """The number of likely tokens for each emitted one, or None without log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def callable_tools(self) -> tuple[dict[str, Any], ...]:
-        """The tools that the model may call, for a chat template."""
         tools, choice = [tool.function for tool in self.tools or ()], self.tool_choice
         may_call = [tool for tool in tools if choice is None or choice.allows(tool.name)]
         return tuple(tool.for_template() for tool in may_call)

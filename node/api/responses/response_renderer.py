@@ -69,7 +69,6 @@ class ResponseRenderer:
         return self.beginning() or self._in_progress()
 
     def queued(self) -> bytes:
-        """The first events of an answer in the background."""
         self._has_begun = True
         created = self._event("response.created", response=self.state())
         return created + self._event("response.queued", response=self.state())
@@ -112,7 +111,6 @@ class ResponseRenderer:
                 return frames + self._close("incomplete")
 
     def final(self, end: End) -> dict[str, Any]:
-        """The response with its end."""
         match end:
             case Finished():
                 status = "incomplete" if end.reason == "length" else "completed"
@@ -132,7 +130,6 @@ class ResponseRenderer:
         return last_event(response, self._sequence)
 
     def state(self) -> dict[str, Any]:
-        """The response so far."""
         return self._response("queued" if self._is_queued else "in_progress")
 
     def _event(self, kind: str, **fields: Any) -> bytes:

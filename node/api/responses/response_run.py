@@ -53,7 +53,6 @@ class FrameLog:
         self._wake()
 
     def complete(self) -> None:
-        """Ends the stream for all readers."""
         self._is_complete = True
         self._wake()
 
@@ -104,7 +103,6 @@ class ResponseRun:
 
     @property
     def response(self) -> dict[str, Any]:
-        """The response as it is now."""
         return self.renderer.state() if self._final is None else self._final
 
     @property
@@ -210,9 +208,8 @@ class ResponseRun:
             events = bytes(self.log) + last if self.request.is_background else b""
             output = [item for item in response["output"] if _can_continue(item)]
             try:
-                status = response["status"]
                 await self._store.finish(
-                    self.id, EndedResponse(status, response, output, events, is_too_long)
+                    self.id, EndedResponse(response, output, events, is_too_long)
                 )
             except (ResponsesUnavailable, ResponseNotFound) as fault:
                 self._note_not_stored(fault)

@@ -79,11 +79,13 @@ def parsed_response(
     )
     renderer = ResponseRenderer(body, request_id, tools)
     exchange = Exchange(request, [renderer], bool(body.stream), tuple(dict.fromkeys(ignored)))
-    return ParsedResponse(body, exchange, renderer, _kept_items(body, renderer.id))
+    kept = () if body.store is False else body.items
+    items = stored_items([item.model_dump(exclude_unset=True) for item in kept], renderer.id)
+    return ParsedResponse(body, exchange, renderer, items)
 
 
 class ResponsesApi:
-    """The endpoint. `runs` None: this node stores no responses."""
+    """The endpoint. `runs` is None if this node stores no responses."""
 
     def __init__(self, answering: Answering, runs: ResponseRuns | None) -> None:
         self._answering = answering
@@ -98,7 +100,6 @@ class ResponsesApi:
         ]
 
     async def count(self, request: Request) -> Response:
-        """The size of a prompt, without an answer."""
         parsed = await self._parsed(request)
         prompt = await self._answering.encode(parsed.exchange.request)
         counted = {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
@@ -166,7 +167,14 @@ class ResponsesApi:
         generation = of_client(request, replace(exchange.request, output=output))
         profiled = await self._answering.profiled(generation)
         run = await runs.start(
-            _new_response(request, parsed),
+            NewResponse(
+                parsed.renderer.id,
+                owner_of(request),
+                is_background=parsed.body.background is True,
+                items=parsed.items,
+                previous=parsed.body.previous_response_id,
+                is_stored=parsed.body.store is True,
+            ),
             parsed.renderer,
             lambda: self._answering.chat.stream(profiled),
         )
@@ -214,24 +222,6 @@ def _stored_items(items: list[Json]) -> list[InputItem]:
             "begin another one with what matters of it",
             param=PREVIOUS,
         ) from None
-
-
-def _kept_items(body: ResponsesBody, response: str) -> list[Json]:
-    if body.store is False:
-        return []
-    return stored_items([item.model_dump(exclude_unset=True) for item in body.items], response)
-
-
-def _new_response(request: Request, parsed: ParsedResponse) -> NewResponse:
-    body = parsed.body
-    return NewResponse(
-        parsed.renderer.id,
-        owner_of(request),
-        is_background=body.background is True,
-        items=parsed.items,
-        previous=body.previous_response_id,
-        is_stored=body.store is True,
-    )
 
 
 def _headers(exchange: Exchange, run: ResponseRun) -> Mapping[str, str]:

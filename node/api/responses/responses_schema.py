@@ -38,7 +38,7 @@ class InputItem(HistoryBody):
     text_field: ClassVar[str] = "content"
 
     type: str | None = None
-    """None: a message."""
+    """A message if it is None."""
     id: str | None = None
     status: str | None = None
     role: str | None = None

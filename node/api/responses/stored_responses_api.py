@@ -72,7 +72,7 @@ class Page:
 
 
 class StoredResponsesApi:
-    """The endpoints. `runs` None: this node stores no responses."""
+    """The endpoints. `runs` is None if this node stores no responses."""
 
     def __init__(self, answering: Answering, runs: ResponseRuns | None) -> None:
         self._answering = answering

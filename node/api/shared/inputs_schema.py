@@ -22,8 +22,9 @@ AnyInput = str | list[str] | list[TokenId] | list[list[TokenId]]
 """What clients may send."""
 
 
-def input_fault(at: str, sentence: str) -> PydanticCustomError:
-    return PydanticCustomError("input", "{sentence}", {"sentence": sentence, "at": at})
+def wrong(at: str, sentence: str) -> PydanticCustomError:
+    """The error of a validator about the field `at`; `sentence` follows its name."""
+    return PydanticCustomError("value", "{sentence}", {"sentence": sentence, "at": at})
 
 
 def inputs_of(value: object, most: int) -> list[str | list[int]]:
@@ -32,12 +33,12 @@ def inputs_of(value: object, most: int) -> list[str | list[int]]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
-        raise input_fault("", "should be a text, a list of token ids, or a list of these")
+        raise wrong("", "should be a text, a list of token ids, or a list of these")
     items = cast("list[object]", value)
     if not items or not isinstance(items[0], str | list):
         return [_token_ids(items, "")]
     if len(items) > most:
-        raise input_fault("", f"should have at most {most} entries; send the others by themselves")
+        raise wrong("", f"should have at most {most} entries; send the others by themselves")
     return [
         item if isinstance(item, str) else _token_ids(item, f"[{number}]")
         for number, item in enumerate(items)
@@ -46,12 +47,12 @@ def inputs_of(value: object, most: int) -> list[str | list[int]]:
 
 def _token_ids(ids: object, at: str) -> list[int]:
     if ids == []:
-        raise input_fault(at, "should have at least 1 token id")
+        raise wrong(at, "should have at least 1 token id")
     try:
         return _TOKEN_IDS.validate_python(ids)
     except ValidationError as fault:
         place = fault.errors()[0]["loc"]
         if not place:
-            raise input_fault(at, "should be a text or a list of token ids") from None
+            raise wrong(at, "should be a text or a list of token ids") from None
         sentence = f"should be a token id of 0 to {MOST_ID}"
-        raise input_fault(f"{at}[{place[0]}]", sentence) from None
+        raise wrong(f"{at}[{place[0]}]", sentence) from None

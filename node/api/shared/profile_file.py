@@ -11,7 +11,8 @@ import json
 import logging
 import os
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, cast
@@ -109,21 +110,16 @@ class ProfileFile:
 
     async def add(self, name: str, model: str) -> None:
         """Appends a name without settings. Raises InvalidRequest."""
-        async with self._change:
-            await self.refresh()
+        async with self._changing("destination"):
             if name in self.all() or name in self.faults():
-                message = f"{name[:80]!r} is in {self._path} already"
-                raise InvalidRequest(message, param="destination")
-            try:
-                _ = _profile(self._path, name, {"model": model})
-                await asyncio.to_thread(self._write, lambda text: text + _entry(name, model))
-            except InvalidSettings as fault:
-                raise InvalidRequest(fault.message, param="destination") from None
+                raise InvalidSettings(f"{name[:80]!r} is in {self._path} already")
+            _ = _profile(self._path, name, {"model": model})
+            await asyncio.to_thread(self._write, lambda text: text + _entry(name, model))
 
     async def remove(self, name: str) -> bool:
-        """Takes out a name as `add` wrote it; False: no profile has it. Raises InvalidRequest."""
-        async with self._change:
-            await self.refresh()
+        """Takes out a name as `add` wrote it. Returns False if no profile has it. Raises
+        InvalidRequest."""
+        async with self._changing("model"):
             profile = self.all().get(name)
             if profile is None:
                 return False
@@ -136,11 +132,18 @@ class ProfileFile:
                     )
                 return text.replace(entry_text, "")
 
-            try:
-                await asyncio.to_thread(self._write, without)
-            except InvalidSettings as fault:
-                raise InvalidRequest(fault.message, param="model") from None
+            await asyncio.to_thread(self._write, without)
             return True
+
+    @asynccontextmanager
+    async def _changing(self, param: str) -> AsyncGenerator[None]:
+        """Reads the file and holds back other changes. `param`: the field at fault."""
+        async with self._change:
+            await self.refresh()
+            try:
+                yield
+            except InvalidSettings as fault:
+                raise InvalidRequest(fault.message, param=param) from None
 
     def _write(self, change: Callable[[str], str]) -> None:
         """Replaces the file, where it stays one that can be read. Raises InvalidSettings."""

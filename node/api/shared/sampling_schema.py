@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from ....mtp.types import Sampling
 from ....placement.ids import ModelId, RequestId
@@ -17,6 +16,7 @@ from ....proto.peer_pb2 import Grammar
 from ...chat.images import gathered
 from ...chat.requests import GenerationRequest
 from ..http.bodies import StrictBody
+from .inputs_schema import wrong
 from .structured_schema import GrammarText, ResponseFormat
 
 UINT32: Final = 2**32 - 1
@@ -91,7 +91,6 @@ class AnswerBody(StrictBody):
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """The options of the chat template."""
         return {}
 
     @property
@@ -152,26 +151,19 @@ class SamplingBody(AnswerBody):
         if self.response_format is not None and self.response_format.type != "text":
             forms.insert(0, "response_format")
         if len(forms) > 1:
-            raise PydanticCustomError(
-                "one_of",
-                "cannot be enforced together with '{other}'",
-                {"other": forms[0], "at": forms[1]},
-            )
+            raise wrong(forms[1], f"cannot be enforced together with '{forms[0]}'")
         return self
 
     @model_validator(mode="after")
     def _has_room(self) -> Self:
-        if (self.min_tokens or 0) > (self.token_limit or UINT32):
-            raise PydanticCustomError(
-                "above_the_most",
-                "should be at most the answer's limit of {most} tokens",
-                {"most": self.token_limit, "at": "min_tokens"},
-            )
+        most = self.token_limit
+        if (self.min_tokens or 0) > (most or UINT32):
+            raise wrong("min_tokens", f"should be at most the answer's limit of {most} tokens")
         return self
 
     @property
     def token_limit(self) -> int | None:
-        """The most tokens of the answer; None: up to the end of the context."""
+        """The most tokens of the answer, or None up to the end of the context."""
         return self.max_tokens
 
     @property

@@ -3,11 +3,11 @@
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, StringConstraints, model_validator
-from pydantic_core import PydanticCustomError
 
 from ....proto.peer_pb2 import Grammar
 from ..http.bodies import StrictBody
 from ..http.strict_json import encode
+from .inputs_schema import wrong
 
 MAX_GRAMMAR: Final = 8 << 10
 """Characters of a regular expression or a Lark grammar, as the runner bounds them."""
@@ -39,11 +39,7 @@ class ResponseFormat(StrictBody):
             return self
         schemas = [each for each in (self.json_schema, self.plain_schema) if each is not None]
         if len(schemas) != (self.type == "json_schema"):
-            raise PydanticCustomError(
-                "schema",
-                "belongs to the type 'json_schema', which needs it",
-                {"at": ".json_schema"},
-            )
+            raise wrong(".json_schema", "belongs to the type 'json_schema', which needs it")
         return self
 
     def grammar(self, field: str) -> Grammar | None:
@@ -58,7 +54,7 @@ class ResponseFormat(StrictBody):
 
 
 def schema_grammar(schema: Schema | None, field: str, *, strict: bool = False) -> Grammar:
-    """The grammar of a schema; None: any JSON object."""
+    """The grammar of a schema, or of any JSON object if it is None."""
     text = _ANY_OBJECT if schema is None else encode(schema).decode()
     return Grammar(kind="json_schema", text=text, field=field, strict=strict)
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal, cast
 
 from pydantic import AfterValidator, BeforeValidator, SkipValidation, StringConstraints
-from pydantic_core import PydanticCustomError
 
 from ....placement.errors import InvalidRequest
 from ....proto.peer_pb2 import Grammar
 from ...chat.requests import calls_of
 from ..http.bodies import StrictBody
+from .inputs_schema import wrong
 
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.:/-]{1,256}$")]
 
@@ -24,7 +24,7 @@ def _is_object_schema(value: dict[str, Any] | None) -> dict[str, Any] | None:
     """Refuses a schema whose fields have the wrong type: chat templates iterate over them."""
     for name, kind in (("properties", dict), ("required", list)):
         if value and name in value and not isinstance(value[name], kind):
-            raise PydanticCustomError("schema", "is no JSON schema of an object")
+            raise wrong("", "is no JSON schema of an object")
     return value
 
 
@@ -64,7 +64,6 @@ def tool_for_template(
 
 
 def tool_name(tool: Mapping[str, Any]) -> str:
-    """The name of a template's tool."""
     return tool["function"]["name"]
 
 
@@ -166,19 +165,15 @@ def _choice_of(value: object) -> Choice | None:
         case {"type": str(kind)}:
             return Choice("auto", hosted=kind, given=value)
         case _:
-            raise PydanticCustomError("tool_choice", NO_CHOICE)
+            raise wrong("", NO_CHOICE)
 
 
 def _allowed(fields: Mapping[str, Any], at: str, given: object) -> Choice:
     mode, tools = fields.get("mode", "auto"), fields.get("tools")
     if mode not in _MODES:
-        raise PydanticCustomError("mode", "should be 'auto' or 'required'", {"at": f"{at}.mode"})
+        raise wrong(f"{at}.mode", "should be 'auto' or 'required'")
     if not isinstance(tools, list) or len(cast(list[Any], tools)) > MAX_ALLOWED:
-        raise PydanticCustomError(
-            "tools",
-            "should be a list of at most {n} tools",
-            {"n": MAX_ALLOWED, "at": f"{at}.tools"},
-        )
+        raise wrong(f"{at}.tools", f"should be a list of at most {MAX_ALLOWED} tools")
     names = [
         _name_of(tool, f"{at}.tools[{number}]")
         for number, tool in enumerate(cast(Sequence[Any], tools))
@@ -193,7 +188,7 @@ def _name_of(value: Any, at: str) -> ToolName:
     named = cast(dict[str, Any], inner) if isinstance(inner, dict) else fields
     name, namespace = named.get("name"), named.get("namespace")
     if not isinstance(name, str) or not name or not isinstance(namespace, str | None):
-        raise PydanticCustomError("name", "should name a tool by its 'name'", {"at": at})
+        raise wrong(at, "should name a tool by its 'name'")
     return ToolName(name, namespace)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from fakes import FINISHED, says
-from http_node import ASK, Node
+from http_node import ASK, BODIES, Node
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
@@ -143,14 +143,9 @@ def test_no_dialect_offers_a_call_that_was_cut_as_a_whole_one(
 
 
 def test_parts_are_asked_for_by_streams_of_dialects_that_have_them(node: Node) -> None:
-    bodies: dict[str, dict[str, Any]] = {
-        "/v1/chat/completions": {"messages": ASK},
-        "/v1/responses": {"input": "hi"},
-        "/v1/messages": {"messages": ASK, "max_tokens": 9},
-        "/api/chat": {"messages": ASK},
-    }
+    paths = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat")
     for stream in (True, False):
-        for path, body in bodies.items():
-            _ = node.ask("POST", path, {"model": "demo", "stream": stream, **body})
+        for path in paths:
+            _ = node.ask("POST", path, {"model": "demo", "stream": stream, **BODIES[path]})
     flags = [request.output.call_parts for request in node.chat.requests]
     assert flags == [True, True, True, False, False, False, False, False]

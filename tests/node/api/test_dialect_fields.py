@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from fakes import FINISHED, says
-from http_node import ASK, Node
+from http_node import ASK, BODIES, Node
 
 from exo_node.mtp.types import Sampling
 from exo_node.node.chat.requests import GenerationRequest, Started, TextDelta
@@ -158,14 +158,7 @@ def test_messages_may_forbid_parallel_calls(running: Node, only_one: bool | None
     assert json.loads(request.output.grammar.text)["parallel"] is (only_one is not True)
 
 
-DIALECTS: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/chat/completions", {"messages": ASK}),
-    ("/v1/completions", {"prompt": "a"}),
-    ("/v1/responses", {"input": "a"}),
-    ("/v1/messages", {"messages": ASK, "max_tokens": 8}),
-    ("/api/chat", {"messages": ASK, "stream": False}),
-    ("/api/generate", {"prompt": "a", "stream": False}),
-]
+DIALECTS = [(path, {**body, "stream": False}) for path, body in BODIES.items()]
 
 
 @pytest.mark.parametrize(("path", "body"), DIALECTS, ids=[row[0] for row in DIALECTS])

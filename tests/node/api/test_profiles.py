@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fakes import ANSWER, FakeChat, FakeOperations, says
-from http_node import Node, Reply, chat_body, no_files, serving_fakes
+from http_node import BODIES, Node, Reply, chat_body, no_files, serving_fakes
 from starlette.types import ASGIApp
 
 from exo_node.node.api.forward import HeadForwarder, answer_forwarded
@@ -67,18 +67,12 @@ def node(running: Node, path: Path) -> Node:
     return running
 
 
-DIALECTS: Mapping[str, Mapping[str, Any]] = {
-    "/v1/chat/completions": {"messages": [HI]},
-    "/v1/responses": {"input": "hi"},
-    "/v1/messages": {"messages": [HI], "max_tokens": 5},
-    "/api/chat": {"messages": [HI], "stream": False},
-    "/api/generate": {"prompt": "hi", "stream": False},
-}
+CHATS = [path for path in BODIES if path != "/v1/completions"]
 
 
-@pytest.mark.parametrize("endpoint", DIALECTS)
+@pytest.mark.parametrize("endpoint", CHATS)
 def test_a_profile_answers_in_every_dialect_under_its_own_name(node: Node, endpoint: str) -> None:
-    reply = node.ask("POST", endpoint, {"model": "coder", **DIALECTS[endpoint]})
+    reply = node.ask("POST", endpoint, {"model": "coder", **BODIES[endpoint], "stream": False})
     assert reply.status == 200, reply.body
     assert reply.json["model"] == "coder"
     (request,) = node.chat.requests
@@ -87,7 +81,7 @@ def test_a_profile_answers_in_every_dialect_under_its_own_name(node: Node, endpo
     assert (request.sampling.temperature, request.sampling.top_p) == (0.2, 0.5)
     assert request.sampling.presence_penalty == 1.5
     assert {"temperature", "top_p", "presence_penalty"} <= request.explicit_fields
-    assert request.limits.max_tokens == (5 if endpoint == "/v1/messages" else 77)
+    assert request.limits.max_tokens == (9 if endpoint == "/v1/messages" else 77)
     assert request.limits.stop == ["END"]
     assert request.num_draft_tokens == 2
     assert request.keep_alive_s == 600

@@ -96,7 +96,7 @@ def test_what_many_turns_add_up_to_is_bounded_like_one_body(tmp_path: Path) -> N
         previous: str | None = None
         for id in ("r1", "r2", "r3", "r4"):
             await store.begin(NewResponse(id, "", False, [LISTS], previous), {"status": "queued"})
-            await store.finish(id, EndedResponse("completed", {"status": "completed"}, []))
+            await store.finish(id, EndedResponse({"status": "completed"}, []))
             store.release(id)
             previous = id
         assert len(await store.conversation("r3", "")) == 3

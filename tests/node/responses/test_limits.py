@@ -34,7 +34,7 @@ async def keep(
     too_long: bool = False,
 ) -> None:
     await begin(store, id, owner, size, stored=stored)
-    await store.finish(id, EndedResponse(status, {"status": status}, [], is_too_long=too_long))
+    await store.finish(id, EndedResponse({"status": status}, [], is_too_long=too_long))
     store.release(id)
 
 

@@ -92,7 +92,7 @@ def test_a_response_expires_and_one_that_is_answered_does_not(tmp_path: Path) ->
         with pytest.raises(PreviousResponseNotFound):
             _ = await store.conversation("old", "")
         await store.expire()
-        await store.finish("long", EndedResponse("completed", {"status": "completed"}, []))
+        await store.finish("long", EndedResponse({"status": "completed"}, []))
 
     run(store_in(tmp_path, clock=lambda: now[0]), work)
     assert number_of_chunks(tmp_path) == 2
@@ -124,7 +124,7 @@ def test_a_response_that_was_deleted_does_not_come_back_when_it_ends(tmp_path: P
         await store.begin(NewResponse("r1", "", True, []), {"status": "queued"})
         await store.delete("r1", "")
         with pytest.raises(ResponseNotFound):
-            await store.finish("r1", EndedResponse("completed", {"status": "completed"}, []))
+            await store.finish("r1", EndedResponse({"status": "completed"}, []))
         assert not await is_there(store, "r1")
 
     run(store_in(tmp_path), work)
