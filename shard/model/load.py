@@ -132,6 +132,8 @@ def _load(
     stage = StageModel(model, spec.first_layer, spec.end_layer, kv, positions)
     limits = _limits(spec, checkpoint.config, vision)
     stage.check_quantised(limits.hidden_size, dtype, source_of(spec.kv_bits_source))
+    if spec.num_stages > 1:
+        stage.require_width(limits.hidden_size)
     head, head_state, head_bytes = None, spec.mtp_off_reason, 0
     if generator and spec.native_mtp:
         head, head_state = _load_head(spec, checkpoint, stage, dtype)

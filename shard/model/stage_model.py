@@ -6,6 +6,7 @@ is sent on. The operations around them (embedding, norm, lm_head) are lazy and o
 this stage needs them.
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -109,6 +110,18 @@ class StageModel:
         """The whole model's logits, and the inputs and outputs of its layers."""
         records = LayerRecords()
         return self._call(recorded_layers(self._layers, records), tokens, None, caches), records
+
+    def require_width(self, hidden_size: int) -> None:
+        """Checks on one row that hidden states have `hidden_size` numbers. Raises LoadFailed."""
+        row, shape = mx.zeros((1, 1, hidden_size)), ()
+        with contextlib.suppress(*MODEL_FAULTS):
+            shape = self.hidden(mx.zeros((1, 1), mx.int32), row, self.make_caches()).shape
+        if shape != row.shape:
+            raise LoadFailed(
+                f"the model's layers do not pass on hidden states of {hidden_size} numbers; set "
+                "hidden_size in its card to that of its config.json",
+                param="hidden_size",
+            )
 
     def check_quantised(self, hidden_size: int, dtype: mx.Dtype, source: Source = "card") -> None:
         """Checks that the model computes with caches quantised by `kv`. Raises LoadFailed.

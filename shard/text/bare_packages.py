@@ -79,16 +79,14 @@ def bare_package(name: str) -> None:
     Raises ImportError if there is none. mlx-vlm's own patch transformers and import what neither a
     tower nor an encoder uses.
     """
-    path: Any = None
     for each in accumulate(name.split("."), "{}.{}".format):
         if each not in sys.modules:
-            spec = PathFinder.find_spec(each, path)
+            spec = find_spec(each)
             if spec is None or spec.submodule_search_locations is None:
                 raise ImportError(f"there is no {each}")
             package = ModuleType(each)
             package.__path__, package.__spec__ = list(spec.submodule_search_locations), spec
             sys.modules[each] = package
-        path = sys.modules[each].__path__
 
 
 def bare_transformers() -> None:

@@ -31,6 +31,8 @@ def run_limited(program: str, soft: int, hard: int) -> subprocess.CompletedProce
 
 STARTS = {
     "runner": "import exo_node.shard.runner.main; print('up')",
+    "convert": "import exo_node.shard.tools.convert.main; print('up')",
+    "import": "import exo_node.shard.tools.convert.import_gguf; print('up')",
     "bench": """
 from types import SimpleNamespace
 from exo_node.placement.errors import InvalidCheckpoint
@@ -60,13 +62,14 @@ def test_a_child_that_loads_a_model_starts_below_mlx_lms_limit(child: str) -> No
     assert (process.returncode, process.stdout) == (0, "up\n"), process.stderr
 
 
-def test_a_child_keeps_a_limit_that_is_higher_than_mlx_lms() -> None:
+@pytest.mark.parametrize(
+    "child", ["runner.main", "tools.convert.main", "tools.convert.import_gguf"]
+)
+def test_a_child_keeps_a_limit_that_is_higher_than_mlx_lms(child: str) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard != resource.RLIM_INFINITY and hard < 5000:
         pytest.skip("the hard limit is too low here")
-    program = (
-        "import exo_node.shard.runner.main\nprint(*resource.getrlimit(resource.RLIMIT_NOFILE))"
-    )
+    program = f"import exo_node.shard.{child}\nprint(*resource.getrlimit(resource.RLIMIT_NOFILE))"
     assert run_limited(program, 5000, 5000).stdout.split() == ["5000", "5000"]
 
 

@@ -11,6 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from ...model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+# What it does has to come before MLX is imported.
+# isort: split
 from tokenizers import Tokenizer
 
 from ....placement.errors import InvalidCheckpoint

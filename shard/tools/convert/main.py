@@ -16,6 +16,10 @@ import shutil
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from ...model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+# What it does has to come before MLX is imported.
+# isort: split
 from mlx.utils import tree_flatten
 from mlx_lm.utils import quantize_model
 

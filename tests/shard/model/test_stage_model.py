@@ -214,6 +214,16 @@ def test_a_model_whose_layers_give_more_than_hidden_states_is_refused_at_load(
         _ = load_quietly(stage_spec)
 
 
+@pytest.mark.parametrize(("first", "end"), [(0, 3), (3, 4)])
+def test_a_card_with_another_hidden_size_is_refused_where_hidden_states_are_sent(
+    folders: dict[str, Path], first: int, end: int
+) -> None:
+    form = {"num_stages": 2, "num_layers": LAYERS, "hidden_size": HIDDEN + 1}
+    with pytest.raises(LoadFailed, match="hidden states of 65 numbers; set hidden_size") as refused:
+        _ = load_quietly(spec(folders["llama"], first, end, int(first > 0), **form))
+    assert refused.value.param == "hidden_size"
+
+
 @pytest.mark.parametrize("bounds", [(2, 2), (3, 2), (2, 5), (4, 5), (-1, 2)], ids=str)
 def test_layers_that_are_not_there_are_refused(
     folders: dict[str, Path], bounds: tuple[int, int]

@@ -69,6 +69,30 @@ def test_any_other_name_is_that_of_the_whole_which_is_imported_then() -> None:
     assert lines == ["True", "False True", "False False", "True True True", "True True", "True"]
 
 
+ELSEWHERE = """
+import sys
+from importlib.machinery import PathFinder
+from exo_node.shard.text.bare_packages import bare_package
+class Editable:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return PathFinder.find_spec(name, [sys.argv[1]]) if name == "elsewhere" else None
+sys.meta_path.append(Editable)
+bare_package("elsewhere.models")
+from elsewhere.models.one import NUMBER
+print(NUMBER)
+"""
+
+
+def test_a_package_is_found_where_an_editable_install_has_it(tmp_path: Path) -> None:
+    folder = tmp_path / "elsewhere" / "models"
+    folder.mkdir(parents=True)
+    for each in (folder.parent, folder):
+        _ = (each / "__init__.py").write_text("raise ImportError('it is not bare')")
+    _ = (folder / "one.py").write_text("NUMBER = 1")
+    assert _output(ELSEWHERE, str(tmp_path)) == "1\n"
+
+
 def _with_class(folder: Path, name: str) -> Path:
     """The demo's tokenizer under another class's name."""
     _ = shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("*.safetensors", "recipe"))
