@@ -1,7 +1,7 @@
 """The CPU twin of the gated-delta kernel: the same launches, shapes and device-side row counts.
 
 A layer with this kernel leaves the same after a forward as a CUDA kernel: the convolution's rows,
-the state after every row, and `rollback.Chosen` if requests keep different numbers of rows.
+the state after every row, and `RowChoice` if requests keep different numbers of rows.
 """
 
 # mlx is typed in part only.

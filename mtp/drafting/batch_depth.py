@@ -76,16 +76,15 @@ class BatchDepth:
         return f"{chosen}: {speed_list([rate / rates[0] for rate in rates])}"
 
     def choose(self, demands: Sequence[DraftDemand], unread: int = 0, running: int = 0) -> int:
-        """The K of the next round; see `_choose`."""
+        """The K of the next round. `unread`: rows that the head must read before it drafts.
+        `running`: requests in progress, of which some may join soon.
+        """
         k = self._choose(demands, unread, running)
         self._last = demands, k
         return k
 
     def _choose(self, demands: Sequence[DraftDemand], unread: int, running: int) -> int:
-        """The K of the next round. `unread`: rows that the head must read before it drafts.
-        `running`: requests in progress, of which some may join soon.
-
-        It climbs hills: a K is tried only next to the best so far, since a round of many drafts can
+        """Climbs hills: a K is tried only next to the best so far, since a round of many drafts can
         take several times as long as a plain one. A new size begins with the K of the nearest one.
         At intervals a neighbour's measurements are dropped, so that it is measured again.
         """

@@ -1,6 +1,6 @@
 """Chat requests, driven by the entry node: the one that holds the client's connection.
 
-chat.py: runs one chat request: claims a placement, decides on drafting, streams the answer
+chat.py: runs one request: claims a placement, streams the answer, resumes it after a loss
 claim.py: an answer's claim on a placement, held open at the head
 image_fetch.py: images that a request has as an address
 images.py: images in a conversation, and notes in their places
@@ -8,7 +8,7 @@ metrics.py: measures answers and renders what Prometheus reads
 readiness.py: whether a loaded model would answer now
 replica_prefixes.py: what replicas have cached of a prompt, before one is claimed
 requests.py: the internal chat request and its events
-resuming.py: the log of an answer, from which it goes on elsewhere
+resuming.py: the log of an answer, from which another attempt continues it
 runners.py: calls to runners, on any node of the cluster
 scrape.py: metrics of sums and states that other objects hold
 totals.py: sums of final stats, by model

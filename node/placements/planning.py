@@ -24,7 +24,7 @@ _Question = tuple[ModelCard, ClusterView, PlanOptions, SplitRefusal]
 
 
 class PlannerView:
-    """`state.View` over the node's facts. The loop sets `head`, `term` and `leads_since`."""
+    """`PlanningView` over the node's facts. The loop sets `head`, `term` and `leads_since`."""
 
     def __init__(self, facts: Facts, timing: Timing, cards: Mapping[ModelId, ModelCard]) -> None:
         """`cards`: of every model that may be planned."""

@@ -1,4 +1,4 @@
-"""The engine of a runner: plans a step, issues it, reads the oldest one, delivers its tokens."""
+"""The loop of a runner: plans work, issues it, reads the oldest in flight, delivers its tokens."""
 
 import logging
 from collections import deque
@@ -14,8 +14,7 @@ from .executor import LocalExecutor
 from .pipeline_executor import PipelineExecutor
 from .prefill_forward import PrefillForward
 from .request import Request
-from .scheduler import ContinuePrefill, Decode, Flight, Prefill, Replay, Scheduler
-from .scheduler import Step as Work
+from .scheduler import ContinuePrefill, Decode, Flight, Prefill, Replay, Scheduler, Work
 from .step_outcome import SHARED, StepOutcome
 
 log = logging.getLogger(__name__)
@@ -237,17 +236,17 @@ class Engine:
     @contextmanager
     def _ending_on_fault(self, requests: Sequence[Request]) -> Generator[None]:
         """The edge of the compute thread: any error of a forward, SystemExit too, ends the requests
-        that shared it, and no others."""
+        whose caches it had, and no others."""
         try:
             yield
         except BaseException as fault:
             self._end_lost(requests, fault)
 
     def _end_lost(self, requests: Sequence[Request], fault: BaseException) -> None:
-        """Ends the requests that shared a failed forward, since their caches are undefined.
+        """Ends the requests that a failed forward shared caches with: those are undefined.
 
-        Their entry nodes have every round that was delivered, and start another attempt of each
-        request, which shares no forward.
+        A single request's answer ends with the error. Several get StateLost: their entry nodes have
+        every round that was delivered, and start another attempt of each, which shares no forward.
         """
         lost = self.executor.forget(requests)
         self._in_flight = deque(f for f in self._in_flight if set(lost).isdisjoint(f.requests))

@@ -174,7 +174,7 @@ class LocalExecutor:
         return self._groups.of(step.requests).issue(running)
 
     def land(self, flight: Flight, running: int) -> list[StepOutcome]:
-        """Reads a round: the only wait for the device while answers run."""
+        """Reads a round, and waits until the device has computed it."""
         assert isinstance(flight, IssuedRound)
         outcomes = flight.batch.land(flight, running)
         request, is_alone = flight.requests[0], running == len(flight.requests) == 1

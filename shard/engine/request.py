@@ -20,7 +20,7 @@ from .prefixes.prompt_path import PromptPath
 from .prompt_images import PromptImages
 
 Phase = Literal["waiting", "prefill", "replay", "decode", "finished"]
-"""`replay`: the rounds of an earlier attempt are repeated behind the prompt."""
+"""`replay`: the rounds of an earlier attempt are repeated after the prompt."""
 
 MAX_UNREAD_EVENTS: Final = 256
 """Events that a slow reader may leave unread before its request pauses."""
@@ -60,7 +60,7 @@ class Parameters:
     images: Sequence[PreparedImage] = ()
     """The images of the prompt's rows with ids below 0, in order."""
     received: ReceivedPrefix | None = None
-    """The state behind a prefix that another replica's runner sent."""
+    """The state after a prefix that another replica's runner sent."""
     fetch_s: float = 0.0
     """Seconds that it waited for that state: part of the time to its first token."""
 
@@ -158,7 +158,7 @@ class Request:
 
     parameters: Parameters
     ends: Sequence[int]
-    """The row behind each forward over the prompt: `prefill_ends`."""
+    """The row after each forward over the prompt: `prefill_ends`."""
     sampler: Sampler
     stop_condition: StopCondition
     drafts: DraftProgress = field(default_factory=DraftProgress)
@@ -173,7 +173,7 @@ class Request:
     """Why it shares no decode forward; empty where it may."""
     batches_prompt: bool = False
     """Whether its prompt may share a forward: only where a batch was measured to change no bit,
-    since the state behind a prompt is kept for other requests."""
+    since the state after a prompt is kept for other requests."""
     uses_cache: bool = True
     """Whether it may begin after a cached prefix, and its own states are cached."""
     reads_to: int = 0
@@ -212,7 +212,7 @@ class Request:
     """Whether its next round is plain, to show whether the target or a draft gave logits that are
     not finite."""
     group: int | None = None
-    """Number of the requests that it shares forwards with; see `Scheduler`."""
+    """Number of the group that it shares forwards with; see `Grouping`."""
     turn: int = 0
     """Number of the last piece of work that it took part in."""
     events_delivered: int = 0
@@ -232,7 +232,7 @@ class Request:
 
     @property
     def path(self) -> PromptPath:
-        """The forwards over its prompt, as the prefix cache finds states behind them."""
+        """The forwards over its prompt, as the prefix cache finds states after them."""
         salt = self.parameters.sharing.cache_salt
         return PromptPath(self.prompt, self.ends, salt, drafts=self.k > 0)
 
@@ -250,7 +250,7 @@ class Request:
 
     @property
     def delta(self) -> int:
-        """The difference of positions behind its prompt from row numbers."""
+        """The difference of positions after its prompt from row numbers."""
         return 0 if self.images is None else self.images.delta
 
     @property
@@ -297,7 +297,7 @@ class Request:
 
     @property
     def next_end(self) -> int:
-        """The row behind the next forward over its prompt."""
+        """The row after the next forward over its prompt."""
         return next(end for end in self.ends if end > self.rows)
 
     def count(self, token: int) -> FinishReason | None:

@@ -46,7 +46,7 @@ class Decode:
     requests: tuple[Request, ...]
 
 
-Step = Prefill | ContinuePrefill | Replay | Decode
+Work = Prefill | ContinuePrefill | Replay | Decode
 
 
 @dataclass(slots=True, eq=False)
@@ -114,7 +114,7 @@ class Fairness:
 
 
 class Scheduler:
-    """The only queue of an engine. All methods run on the compute thread."""
+    """Orders the work of an engine's requests. All methods run on the compute thread."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class Scheduler:
         *,
         in_prefill: bool,
         rounds_only: bool = False,
-    ) -> Step | None:
+    ) -> Work | None:
         """The next piece of work, or None until a piece in flight is read.
 
         `in_prefill`: whether a forward over prompts has begun on this stage. `rounds_only`: the
@@ -192,7 +192,7 @@ class Scheduler:
         """Accounts for time of the compute thread, spent on prefill or on decoding."""
         self._fairness.charge(seconds, for_prefill=for_prefill)
 
-    def _prefill(self, prefills: Sequence[Request], *, in_prefill: bool) -> Step:
+    def _prefill(self, prefills: Sequence[Request], *, in_prefill: bool) -> Work:
         if in_prefill:
             self._fairness.take_turn((), for_prefill=True)
             return ContinuePrefill()

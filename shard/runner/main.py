@@ -73,7 +73,7 @@ class RunnerLog(logging.Formatter):
 
 
 SAVE_S = 2.0
-"""Seconds in which a runner that ends writes prefixes; its node kills it after `Timing.stop_s`."""
+"""Seconds in which a runner that ends writes prefixes; its node kills it after `Timing.reply_s`."""
 
 
 class Runner:

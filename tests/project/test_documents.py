@@ -343,3 +343,41 @@ def test_the_models_pages_profiles_are_profiles(tmp_path: Path) -> None:
     _ = path.write_text(text)
     profiles = ProfileFile(path)
     assert (list(profiles.all()), profiles.faults()) == (["gpt-4o", "coder"], {})
+
+
+# ------------------------------------------------------------------------------- names
+
+TO_WORK_BY = ("ARCHITECTURE.md", "CONTRIBUTING.md", "tests/README.md")
+_FROM_FILE = re.compile(r"`([\w/]+\.py)`(?:: | \(| \| )((?:`\w+`(?:, )?)+)")
+_MEMBER = re.compile(r"`(?=[A-Z]+[a-z]|\w+\.[A-Z]+[a-z])(\w+)\.(\w+)[`(]")
+_DEFINITION = re.compile(r"^ *(?:class|def|async def|message|rpc) (\w+)", re.MULTILINE)
+_OF_OTHERS = {"Dense", "Makefile", "Normalize", "OpenAIChatCompletionClient", "ToolSearch"}
+
+
+@cache
+def _sources() -> dict[str, str]:
+    files = [file for room in (*FOLDERS, "bench", "tests") for file in (ROOT / room).rglob("*.py")]
+    files += (ROOT / "proto").glob("*.proto")
+    return {file.relative_to(ROOT).as_posix(): file.read_text() for file in files}
+
+
+@pytest.mark.parametrize("document", [*TO_WORK_BY, *PAGES])
+def test_a_class_or_a_function_in_code_marks_exists(document: str) -> None:
+    text = text_of(document)
+    defined = {name for source in _sources().values() for name in _DEFINITION.findall(source)}
+    named = set(re.findall(r"`([A-Z]+[a-z]\w*(?=`)|[a-z_]+(?=\([^`]*\)))", text)) - _OF_OTHERS
+    assert sorted(named - defined) == []
+    for path, names in _FROM_FILE.findall(text):
+        for name in re.findall(r"\w+", names):
+            assert re.search(rf"^(?:\w+ )*{name}\b", _sources()[path], re.MULTILINE), (path, name)
+
+
+def test_a_member_that_our_code_or_a_document_names_exists() -> None:
+    owners: dict[str, str] = {}
+    for path, source in _sources().items():
+        for owner in (Path(path).stem, *re.findall(r"^class (\w+)", source, re.MULTILINE)):
+            owners[owner] = owners.get(owner, "") + source
+    for path, text in {**_sources(), **{name: text_of(name) for name in DOCUMENTS}}.items():
+        named = [name for name in _MEMBER.findall(text) if name[0] in owners]
+        missing = [name for name in named if not re.search(rf"\b{name[1]}\b", owners[name[0]])]
+        assert missing == [], path

@@ -2,7 +2,7 @@
 
 cache_parts.py: parts of a request's caches, copied for the prefix cache
 cache_set.py: the caches of one request or of several
-groups.py: the requests that share forwards, and the states of the others
+groups.py: the state of each request, alone or in a group that shares forwards
 spans.py: rows of cached prompts, and the bytes that caches take for them
 state.py: the state of one request
 unread_rows.py: rows of a batch that its draft head has not read

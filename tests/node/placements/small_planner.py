@@ -49,7 +49,7 @@ class Size:
 
 @dataclass
 class SmallPlanner:
-    """`state.View`: weighs all sets of up to three nodes, the fastest of each filled first."""
+    """`PlanningView`: weighs all sets of up to three nodes, the fastest of each filled first."""
 
     sizes: Mapping[str, Size] = field(default_factory=dict[str, Size])
     speeds: Mapping[str, float] = field(default_factory=dict[str, float])

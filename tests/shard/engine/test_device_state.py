@@ -1,6 +1,6 @@
 """Answers on layers whose kernel leaves its states on the device, as CUDA kernels do.
 
-Such a layer holds a `rollback.Chosen` behind a verify of which requests keep different numbers of
+Such a layer holds a `RowChoice` after a verify of which requests keep different numbers of
 rows. The kernel's CPU twin (`plain_gated_delta.py`) produces it here.
 """
 
