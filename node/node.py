@@ -77,13 +77,16 @@ class Node:
         self._api = NodeApi(local, peering, placements, stages, facts, head, self._leaving)
 
     async def _woke(self, slept_s: float) -> None:
-        """Finds the others again at once: connections that a sleep cut would fail by timeouts."""
+        """Finds the others again at once: connections that a sleep cut would fail by timeouts.
+
+        Those to this machine's own runners hold, with the answers that they carry.
+        """
         text = f"this node slept, or was stopped, for {slept_s:.0f} s"
         _ = self.local.events.add("woke", text, seconds=slept_s)
         self.local.renew_addresses()
         self._peering.search.announce_again()
-        await self._peering.channels.close()
-        _ = await self.local.profiling.measure_links()
+        await self._peering.channels.close(keep=(LOOPBACK, *self.local.profiling.addresses))
+        self.local.profiling.expect_other_links()
 
     def login_link(self) -> str:
         """A link to the dashboard with the rights of the node's own user, valid once."""

@@ -80,6 +80,7 @@ SLOW_FILES = {
         "processes/test_namespaces",
         "processes/test_prefix_move",
         "processes/test_head_answers",
+        "processes/test_sleep",
         "processes/test_kills",
         "processes/test_shared_node",
         "processes/test_join_nodes",

@@ -23,6 +23,7 @@ from .times import TIMES
 
 UNIT: Final = "exo-node.service"
 LABEL: Final = "exo-node.node"
+DAEMONS: Final = Path("/Library/LaunchDaemons")
 
 _NO_MANAGER: Final = (
     "your services run while you are logged in on the machine itself; on Linux `sudo loginctl "
@@ -54,6 +55,8 @@ class Manager:
     """Fails while the service is not loaded, or on Linux while it does not run."""
     fault: Callable[[str], str] = lambda _: ""
     """Why a service does not run, from the output of `state`; empty where it runs."""
+    other: Path | None = None
+    """The file of the other kind of service, which would run the same node a second time."""
     is_ended_late: bool = False
     """`stop` returns before the service has ended, and `start` fails until it has."""
 
@@ -100,8 +103,9 @@ def launchd(home: Path, uid: int, system_user: str = "") -> Manager:
     the local network; or the daemon of `system_user`, which runs from boot on and needs none.
     """
     domain = "system" if system_user else f"gui/{uid}"
-    folder = Path("/Library/LaunchDaemons") if system_user else home / "Library" / "LaunchAgents"
-    file, label = folder / f"{LABEL}.plist", f"{domain}/{LABEL}"
+    files = [each / f"{LABEL}.plist" for each in (home / "Library" / "LaunchAgents", DAEMONS)]
+    other, file = files if system_user else reversed(files)
+    label = f"{domain}/{LABEL}"
     return Manager(
         file=file,
         definition=partial(_job, home, system_user),
@@ -111,6 +115,7 @@ def launchd(home: Path, uid: int, system_user: str = "") -> Manager:
         stop=["launchctl", "bootout", label],
         state=["launchctl", "print", label],
         fault=_job_fault,
+        other=other,
         is_ended_late=True,
     )
 
@@ -142,11 +147,13 @@ def _job(home: Path, system_user: str, command: list[str]) -> bytes:
 
 def _job_fault(text: str) -> str:
     """Why a job does not run, from what `launchctl print` says of it."""
-    found = dict(re.findall(r"^\s*(state|last exit code) = (.*)$", text, re.MULTILINE))
+    # The first of each: what follows are the states of what the job uses.
+    found = dict(reversed(re.findall(r"^\s*(state|last exit code) = (.*)$", text, re.MULTILINE)))
     if found.get("state") == "running":
         return ""
     code = found.get("last exit code", "")
-    return f"it ended with exit code {code}" if code else f"its state is {found.get('state')}"
+    ended = re.match("-?[0-9]", code)  # "(never exited)" otherwise
+    return f"it ended with exit code {code}" if ended else f"its state is {found.get('state')}"
 
 
 def manager_of(platform: str, *, system: bool = False) -> Manager:
@@ -196,6 +203,13 @@ def install(data_dir: DataDir = None, system: _System = False) -> None:
     """
     manager = manager_of(sys.platform, system=system)
     folder = None if system and data_dir is None else client_settings(None, data_dir).data_dir
+    if manager.other is not None and manager.other.exists():
+        way = (
+            "`exo-node service uninstall`"
+            if system
+            else "`sudo exo-node service uninstall --system`"
+        )
+        raise ExoNodeError(f"nothing was installed: {manager.other} runs this node; {way} first")
     if (looked := _run(manager.look)).fault:
         command = " ".join(manager.look)
         raise ExoNodeError(f"nothing was installed: `{command}`: {looked.fault}; {_NO_MANAGER}")
@@ -248,8 +262,8 @@ def uninstall(yes: Yes = False, system: _System = False) -> None:
 
 def _end(manager: Manager) -> None:
     """Ends a service that is loaded, and waits until it is gone: answers may take minutes."""
-    if _run(manager.stop).fault:
-        return  # it was not loaded
+    if (fault := _run(manager.stop).fault) and "36:" not in fault:
+        return  # it was not loaded; 36 is "Operation now in progress"
     until = time.monotonic() + TIMES.service_stop_s
     while not _run(manager.state).fault and time.monotonic() < until:
         time.sleep(TIMES.service_look_s)
@@ -283,7 +297,11 @@ class _Ran:
 def _run(command: list[str]) -> _Ran:
     try:
         process = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIMES.service_start_s
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMES.service_start_s,
         )
     except (OSError, subprocess.TimeoutExpired) as fault:
         return _Ran("", str(fault))

@@ -110,6 +110,10 @@ class Profiling:
             "links": [_link(path, path == fastest(paths, path.a, path.b)) for path in paths],
         }
 
+    def expect_other_links(self) -> None:
+        """Every link is due: the measurements may be of another network."""
+        self._prober.expect_others()
+
     async def measure_links(self) -> list[pb.LinkReport]:
         """Measures this node's links again."""
         return await self._prober.measure_all()

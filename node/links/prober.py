@@ -117,6 +117,11 @@ class LinkProber:
                 await self._try(link)
             await asyncio.sleep(self._check_s)
 
+    def expect_others(self) -> None:
+        """Makes every link due, as a new one."""
+        for link in self._table.links:
+            link.tries, link.added_at = 0, self._clock()
+
     async def measure_all(self) -> list[pb.LinkReport]:
         """Measures every link again, whatever its age."""
         self._table.update(self._peers(), self._clock())

@@ -5,10 +5,12 @@ A sleeping machine ends the answers that run on it, and its cluster notices only
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from typing import Final, Literal
 
@@ -20,6 +22,12 @@ _LOOK_EVERY_S: Final = 1.0
 _LINGER_S: Final = 30.0
 """A conversation's next turn should not find the machine asleep. macOS and Linux desktops wait for
 minutes of idleness, so a shorter gap between two assertions changes nothing."""
+_END_S: Final = 2.0
+"""How long a command may take to end before it is killed, and to say why it has ended."""
+_SOON_S: Final = 10.0
+_MOST_ENDS: Final = 5
+"""A command that ended so often so soon was killed by no person: it does not work here."""
+_PASSING: Final = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 _MOST_SAID: Final = 500
 
 
@@ -43,6 +51,8 @@ class Awake:
         self._when: KeepAwake = when
         self._is_working = is_working
         self._process: asyncio.subprocess.Process | None = None
+        self._began, self._ends = 0.0, 0
+        """When the command began, and how often one ended soon after it had begun."""
 
     async def run(self) -> None:
         """Looks once a second, until cancelled. Returns where the system does not let it."""
@@ -72,20 +82,35 @@ class Awake:
         if (process := self._process) is not None:
             if process.returncode is None:
                 return ""
-            if process.returncode > 0 and process.stderr is not None:
-                said = (await process.stderr.read(_MOST_SAID)).decode(errors="replace").strip()
-                return f"{command[0]}: {said or f'it ended with {process.returncode}'}"
-        quiet = asyncio.subprocess.DEVNULL
-        self._process = await asyncio.create_subprocess_exec(
-            *command, stdin=quiet, stdout=quiet, stderr=asyncio.subprocess.PIPE
-        )
+            self._ends = self._ends + 1 if time.monotonic() - self._began < _SOON_S else 0
+            if process.returncode > 0 or self._ends >= _MOST_ENDS:
+                said = await _said(process) or f"it ended with {process.returncode}"
+                return f"{command[0]}: {said}"
+        quiet, self._began = asyncio.subprocess.DEVNULL, time.monotonic()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *command, stdin=quiet, stdout=quiet, stderr=asyncio.subprocess.PIPE
+            )
+        except OSError as fault:
+            return "" if fault.errno in _PASSING else f"{command[0]}: {fault.strerror}"
         return ""
 
     async def _release(self) -> None:
         process, self._process = self._process, None
-        if process is None:
+        if process is None or process.returncode is not None:
             return
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-        _ = await process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_END_S):
+                    _ = await process.wait()
+            process.kill()
+
+
+async def _said(process: asyncio.subprocess.Process) -> str:
+    """What an ended command wrote of its error; a child that it left may hold the pipe open."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_END_S):
+            if process.stderr is not None:
+                return (await process.stderr.read(_MOST_SAID)).decode(errors="replace").strip()
+    return ""

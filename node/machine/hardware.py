@@ -150,8 +150,8 @@ def usable_memory(backend: Backend, total: int, available: int, limit: int | Non
 def metal_limit(total: int) -> int:
     """Bytes of `total` that Metal lets one process use, as MLX reports them in a process of its
     own; a share with a warning if it does not."""
-    text = output_of(sys.executable, "-c", _METAL_LIMIT) or ""
-    if text.strip().isdecimal():
+    text = (output_of(sys.executable, "-c", _METAL_LIMIT) or "").strip()
+    if re.fullmatch("[1-9][0-9]{0,17}", text):
         return min(int(text), total)
     log.warning("Metal does not say its memory limit: models get %.0f %%", 100 * _MAC_SHARE)
     return int(total * _MAC_SHARE)

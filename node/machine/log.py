@@ -127,7 +127,21 @@ class _NodeHandler(logging.StreamHandler[TextIO]):
 class _FileHandler(RotatingFileHandler):
     def __init__(self, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        super().__init__(file, maxBytes=FILE_BYTES, backupCount=OLD_FILES, encoding="utf-8")
+        super().__init__(
+            file,
+            maxBytes=FILE_BYTES,
+            backupCount=OLD_FILES,
+            encoding="utf-8",
+            errors="backslashreplace",
+        )
+
+    def doRollover(self) -> None:
+        """Goes on in the same file where it cannot be renamed: no line is lost for its length."""
+        try:
+            super().doRollover()
+        except OSError:
+            if self.stream is None:  # pyright: ignore[reportUnnecessaryComparison]
+                self.stream = self._open()
 
 
 def configure(

@@ -89,7 +89,7 @@ def take_environment_file(path: Path) -> None:
     value, and # or ; begins a comment. A missing file has no variables. Raises InvalidSettings.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except FileNotFoundError:
         return
     except (OSError, UnicodeDecodeError) as fault:
@@ -98,7 +98,7 @@ def take_environment_file(path: Path) -> None:
         if not line or line[0] in "#;":
             continue
         name, equals, value = line.partition("=")
-        if not equals or not name.strip().isidentifier():
+        if not equals or not name.strip().isidentifier() or "\0" in value:
             text = f"{path}, line {number}: no NAME=VALUE; mend the line or begin it with #"
             raise InvalidSettings(text, param="--environment-file")
         value = value.strip()

@@ -5,6 +5,7 @@ timeout would wait for minutes.
 """
 
 import asyncio
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -14,31 +15,28 @@ _SLEPT_S: Final = 30.0
 """Shorter pauses cut no connection of a cluster on a LAN; a busy machine has some of seconds."""
 
 
+def seconds() -> float:
+    """A clock that goes on while the machine sleeps, and that nobody sets."""
+    if sys.platform == "linux":
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.clock_gettime(time.CLOCK_MONOTONIC)  # it stands still on Linux only
+
+
 class WakeWatch:
     """Calls `on_wake` with the seconds of each pause that was longer than half a minute."""
 
     def __init__(
-        self,
-        on_wake: Callable[[float], Awaitable[None]],
-        clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
+        self, on_wake: Callable[[float], Awaitable[None]], clock: Callable[[], float] = seconds
     ) -> None:
-        """`clock` stands still while the machine sleeps, on macOS and Linux, and goes on while the
-        process is stopped. `wall` goes on in both, and may be set by hand."""
+        """`on_wake` waits for nothing: the watch does not look meanwhile."""
         self._on_wake = on_wake
-        self._clocks = (clock, wall)
+        self._clock = clock
 
     async def run(self) -> None:
         """Runs until cancelled."""
-        before = self._now()
+        before = self._clock()
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
-            now = self._now()
-            passed = [new - old for new, old in zip(now, before, strict=True)]
-            before = now
-            if max(passed) - _LOOK_EVERY_S >= _SLEPT_S:
-                await self._on_wake(max(passed))
-                before = self._now()
-
-    def _now(self) -> list[float]:
-        return [clock() for clock in self._clocks]
+            before, passed = (now := self._clock()), now - before
+            if passed - _LOOK_EVERY_S >= _SLEPT_S:
+                await self._on_wake(passed)

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -98,8 +98,10 @@ class Channels:
         for key in [key for key in self._channels if key[0] == address]:
             await self._channels.pop(key).close()
 
-    async def close(self) -> None:
-        channels, self._channels = list(self._channels.values()), {}
+    async def close(self, keep: Collection[str] = ()) -> None:
+        """Closes the channels to all hosts but those to `keep`; calls over them end."""
+        ended = [key for key in self._channels if key[0].rpartition(":")[0] not in keep]
+        channels = [self._channels.pop(key) for key in ended]
         _ = await asyncio.gather(*(channel.close() for channel in channels))
 
 

@@ -93,7 +93,8 @@ def _unless_it_is(schema: Schema, text: str) -> str:
         return "" if text in choices else f"be {' or '.join(choices)}"
     if schema.get("type") == "integer":
         low, high = schema.get("minimum", 0), schema.get("maximum", 10**15 - 1)
-        is_number = text.isascii() and text.isdecimal() and low <= int(text[:16]) <= high
+        is_number = len(text) < 16 and text.isascii() and text.isdecimal()
+        is_number = is_number and low <= int(text) <= high
         return "" if is_number else f"be a number from {low} to {high}"
     if pattern := schema.get("pattern"):
         return "" if re.fullmatch(pattern, text) else f"be {schema['description']}"

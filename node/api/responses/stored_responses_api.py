@@ -21,7 +21,7 @@ from .response_run import FrameLog, ResponseRun
 from .response_runs import NO_RUNS, ResponseRuns, owner_of, read_run
 
 _RETRIEVE_QUERY: Final[Mapping[str, Schema]] = {
-    "stream": {"enum": ["true", "false"]},
+    "stream": {"enum": ["true", "false", "True", "False"]},
     "starting_after": {"type": "integer", "minimum": 0},
 }
 _MAX_LIMIT: Final = 100
@@ -139,7 +139,7 @@ class StoredResponsesApi:
 
 def _starting_after(values: Mapping[str, str]) -> int | None:
     """The number of the event to continue after, -1 for all; None: no stream."""
-    is_stream = values.get("stream") == "true"
+    is_stream = values.get("stream", "").lower() == "true"
     text = values.get("starting_after")
     if text is None:
         return -1 if is_stream else None

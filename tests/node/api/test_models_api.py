@@ -73,6 +73,8 @@ async def test_work_for_a_client_that_leaves_is_cancelled() -> None:
         ("/v1/models/search?q=x&limit=0", "limit"),
         ("/v1/models/search?q=x&limit=21", "limit"),
         ("/v1/models/search?q=x&limit=ten", "limit"),
+        (f"/v1/models/search?q=x&limit={15 * '0'}19999", "limit"),
+        (f"/v1/models/search?q=x&limit={5000 * '0'}1", "limit"),
         ("/v1/models/search?q=x&limit=", "limit"),
         ("/v1/models/search?q=x&page=2", "page"),
         ("/v1/models/search?q=x&source=both", "source"),
@@ -189,6 +191,11 @@ def test_ollamas_pull_that_somebody_paused_is_no_success(node: Node) -> None:
         "was paused by somebody else"
         in lines(node.ask("POST", "/api/pull", {"model": "owner/tiny"}))[-1]["error"]
     )
+
+
+def test_the_hubs_name_alone_is_no_model(node: Node) -> None:
+    reply = node.ask("DELETE", "/api/delete", {"model": "hf.co/"})
+    assert (reply.status, reply.json) == (400, {"error": "'model' is required; write owner/name"})
 
 
 def test_ollamas_copy_and_delete(node: Node) -> None:

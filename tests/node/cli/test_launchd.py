@@ -27,14 +27,17 @@ label=$(cat label)
 case "$1 $2" in
   "print $label")
     [ -e loaded ] || { echo "Could not find service \"$label\"" >&2; exit 113; }
-    printf '%s = {\n\tstate = %s\n\tlast exit code = %s\n}\n' "$label" "$(cat loaded)" "$(cat code)"
+    printf '%s = {\n\tstate = %s\n\tlast exit code = %s\n' "$label" "$(cat loaded)" "$(cat code)"
+    printf '\tresource coalition = {\n\t\tstate = active\n\t}\n\tprogram = \377\n}\n'
     ;;
   "print "*) [ -e session ] || { echo "Could not find domain" >&2; exit 112; } ;;
   "enable "*) rm -f disabled ;;
   "bootout $label")
     [ -e loaded ] || { echo "Boot-out failed: 3: No such process" >&2; exit 3; }
-    (sleep 0.5; rm -f loaded; sleep 0.3; rm -f settling) >/dev/null 2>&1 &
+    lasts=0.5; [ -e slow ] && lasts=$(cat slow)
+    (sleep $lasts; rm -f loaded; sleep 0.3; rm -f settling) >/dev/null 2>&1 &
     touch settling
+    [ -e slow ] && { echo "Boot-out failed: 36: Operation now in progress" >&2; exit 36; }
     ;;
   "bootstrap "*)
     if [ -e loaded ] || [ -e settling ] || [ -e disabled ]
@@ -77,6 +80,7 @@ def mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mac:
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("HOME", str(mac.home))
     monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(service, "DAEMONS", tmp_path / "daemons")
     return mac
 
 
@@ -102,6 +106,22 @@ def test_it_is_installed_again_though_bootout_returns_before_the_end(
     assert not mac.agent.exists()
 
 
+def test_one_that_ends_slowly_is_waited_for(mac: Mac, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service.TIMES, "service_settle_s", 2.0, raising=True)
+    service.install(str(mac.home / "data"))
+    _ = (mac.state / "slow").write_text("4")
+    service.install(str(mac.home / "other"))
+    assert mac.job()["ProgramArguments"][-5] == str(mac.home / "other")
+
+
+def test_a_daemon_and_an_agent_are_not_both_installed(mac: Mac, tmp_path: Path) -> None:
+    (tmp_path / "daemons").mkdir()
+    (tmp_path / "daemons" / f"{LABEL}.plist").touch()
+    with pytest.raises(ExoNodeError, match="sudo exo-node service uninstall --system"):
+        service.install(str(mac.home / "data"))
+    assert not mac.agent.exists()
+
+
 def test_one_that_was_switched_off_is_enabled_first(mac: Mac) -> None:
     (mac.state / "disabled").touch()
     service.install(str(mac.home / "data"))
@@ -112,6 +132,7 @@ def test_one_that_was_switched_off_is_enabled_first(mac: Mac) -> None:
     ("state", "code", "why"),
     [
         ("not running", "2", "it ended with exit code 2"),
+        ("spawn scheduled", "(never exited)", "its state is spawn scheduled"),
         ("spawn scheduled", "78: EX_CONFIG", "it ended with exit code 78: EX_CONFIG"),
     ],
 )
@@ -153,7 +174,11 @@ def test_a_daemon_is_roots_and_runs_as_the_user_who_called_sudo(
     monkeypatch.setenv("SUDO_USER", "ann")
     monkeypatch.setattr(pwd, "getpwnam", {"ann": SimpleNamespace(pw_dir=str(mac.home))}.get)
     manager = service.manager_of("darwin", system=True)
-    assert manager.file == Path(f"/Library/LaunchDaemons/{LABEL}.plist")
+    assert manager.file == tmp_path / "daemons" / f"{LABEL}.plist"
+    mac.agent.parent.mkdir(parents=True)
+    mac.agent.touch()
+    with pytest.raises(ExoNodeError, match=r"nothing was installed.*`exo-node service uninstall`"):
+        service.install(system=True)
     assert manager.start[-1] == ["launchctl", "bootstrap", "system", str(manager.file)]
     job = plistlib.loads(manager.definition(["exo-node", "start"]))
     assert (job["UserName"], job["EnvironmentVariables"]) == ("ann", {"HOME": str(mac.home)})

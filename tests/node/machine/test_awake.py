@@ -18,6 +18,9 @@ from exo_node.node.machine import awake
 from exo_node.node.machine.awake import Awake, KeepAwake, inhibitor
 
 HOLDS = "echo $$ >>{held}; exec sleep 60"
+ENDS_AT_ONCE = "echo $$ >>{held}"
+LEAVES_A_CHILD = "sleep 60 & echo $! $$ >>{held}; exit 1"
+STAYS = "trap '' TERM; echo $$ >>{held}; while :; do sleep 0.05; done"
 REFUSES = "echo 'Failed to inhibit: Access denied' >&2; exit 1"
 
 
@@ -114,6 +117,49 @@ async def test_a_refusal_is_said_once_and_ends_the_attempts(
     (record,) = caplog.records
     assert "this machine may sleep while it answers: " in record.getMessage()
     assert record.getMessage().endswith("Failed to inhibit: Access denied")
+
+
+async def test_a_command_that_ends_at_once_is_not_begun_for_ever(
+    install: Callable[[str], None], held: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    install(ENDS_AT_ONCE)
+    async with running("always", [False]) as task:
+        await asyncio.wait_for(task, 20)
+    assert len(held.read_text().split()) == 5
+    (record,) = caplog.records
+    assert record.getMessage().endswith("it ended with 0")
+
+
+async def test_a_command_that_the_system_cannot_run_is_a_refusal(
+    install: Callable[[str], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    install("")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    _ = (tmp_path / inhibitor(sys.platform, 1)[0]).write_text("nonsense")
+    async with running("always", [False]) as task:
+        await asyncio.wait_for(task, 20)
+    (record,) = caplog.records
+    assert "this machine may sleep while it answers: " in record.getMessage()
+
+
+@pytest.mark.parametrize("text", [LEAVES_A_CHILD, STAYS])
+async def test_neither_a_child_nor_deaf_ears_keep_a_node_from_its_end(
+    install: Callable[[str], None], held: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setattr(awake, "_END_S", 0.1, raising=False)
+    install(text)
+    async with asyncio.timeout(10):
+        async with running("always", [False]):
+            await until(lambda: bool(living(held)))
+            await asyncio.sleep(0.3)
+    if text == LEAVES_A_CHILD:
+        os.kill(living(held)[0], 9)
+    await until(lambda: not living(held))
 
 
 async def test_where_the_command_is_missing_or_not_wanted_nothing_runs(

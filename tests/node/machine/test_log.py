@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import logging
+import os
 from collections.abc import Generator
 from pathlib import Path
 from typing import Literal
@@ -174,3 +175,21 @@ def test_a_file_of_the_log_is_rotated(tmp_path: Path, monkeypatch: pytest.Monkey
     assert files == ["node.log", "node.log.1", "node.log.2", "node.log.3"]
     assert all(each.stat().st_size <= 2000 for each in file.parent.iterdir())
     assert json.loads(file.read_text().splitlines()[-1])["message"] == "line 99"
+
+
+def test_a_file_that_cannot_be_renamed_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rename(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(log_module, "FILE_BYTES", 200)
+    monkeypatch.setattr(os, "rename", rename)
+    configure("human", file=tmp_path / "log")
+    try:
+        for number in range(20):
+            logging.getLogger("exo_node.test").info("line %d \udcff", number)
+    finally:
+        configure("human")
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert [line.split("line ")[1].split()[0] for line in lines] == [str(n) for n in range(20)]

@@ -361,13 +361,15 @@ def test_variables_of_a_file_are_those_that_are_not_set(
         monkeypatch.delenv(name)
     monkeypatch.setenv("EXO_PORT", "1")
     text = "# keys\n; more\n\nEXO_API_KEY = 'a=b c'\nEXO_PORT=2\nEXO_NAME=\"desk\"\nHTTPS_PROXY=\n"
-    _ = file.write_text(text)
+    _ = file.write_text(f"\ufeff{text}")  # as some editors begin a file
     take_environment_file(file)
     found = [os.environ[n] for n in ("EXO_API_KEY", "EXO_PORT", "EXO_NAME", "HTTPS_PROXY")]
     assert found == ["a=b c", "1", "desk", ""]
 
 
-@pytest.mark.parametrize("line", ["EXO_API_KEY", "export EXO_API_KEY=secret", "=secret", "{}"])
+@pytest.mark.parametrize(
+    "line", ["EXO_API_KEY", "export EXO_API_KEY=secret", "=secret", "{}", "A=secret\0"]
+)
 def test_a_line_that_sets_nothing_is_named_without_its_text(tmp_path: Path, line: str) -> None:
     file = tmp_path / "environment"
     _ = file.write_text(f"# one\n{line}\n")

@@ -1,32 +1,28 @@
-"""Sleep is noticed by the clocks, and a machine that is only busy does not wake."""
+"""Sleep is noticed by a clock, and a machine that is only busy does not wake."""
 
 import asyncio
+import sys
+import time
 from collections.abc import Callable
 
 import pytest
 
 from exo_node.node.machine import waking
-from exo_node.node.machine.waking import WakeWatch
+from exo_node.node.machine.waking import WakeWatch, seconds
 
 
-class Clocks:
-    """Both clocks, a second further at each look, and what the next look finds."""
+class Clock:
+    """A second further at each look, and by what `happens` before it."""
 
     def __init__(self) -> None:
-        self.monotonic_s = self.wall_s = 1000.0
+        self.now_s = 1000.0
         self.looks = 0
-        self.happens: dict[int, tuple[float, float]] = {}
-        """Seconds that pass before a look besides, on each clock."""
+        self.happens: dict[int, float] = {}
 
-    def monotonic(self) -> float:
+    def __call__(self) -> float:
         self.looks += 1
-        asleep, wall = self.happens.get(self.looks, (0.0, 0.0))
-        self.monotonic_s += 1 + asleep
-        self.wall_s += 1 + wall
-        return self.monotonic_s
-
-    def wall(self) -> float:
-        return self.wall_s
+        self.now_s += 1 + self.happens.get(self.looks, 0.0)
+        return self.now_s
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -36,26 +32,37 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("monotonic", "wall", "slept"),
+    ("pauses", "slept"),
     [
-        (0.0, 3600.0, [3601.0]),  # asleep: the monotonic clock stands still
-        (60.0, 60.0, [61.0]),  # stopped: both go on
-        (5.0, 5.0, []),  # busy
-        (0.0, -3600.0, []),  # the clock was set back
-        (60.0, -3600.0, [61.0]),
+        ({5: 3600.0}, [3601.0]),
+        ({5: 5.0}, []),  # busy
+        ({5: 60.0, 6: 90.0}, [61.0, 91.0]),  # it went to sleep again while others were told
     ],
 )
 async def test_a_long_pause_is_a_sleep(
-    monkeypatch: pytest.MonkeyPatch, monotonic: float, wall: float, slept: list[float]
+    monkeypatch: pytest.MonkeyPatch, pauses: dict[int, float], slept: list[float]
 ) -> None:
     monkeypatch.setattr(waking, "_LOOK_EVERY_S", 0)
-    clocks, found = Clocks(), list[float]()
+    clock, found = Clock(), list[float]()
 
     async def woke(seconds: float) -> None:
         found.append(seconds)
 
-    clocks.happens[5] = (monotonic, wall)
-    task = asyncio.create_task(WakeWatch(woke, clocks.monotonic, clocks.wall).run())
-    await until(lambda: clocks.looks > 12)
+    clock.happens.update(pauses)
+    task = asyncio.create_task(WakeWatch(woke, clock).run())
+    await until(lambda: clock.looks > 12)
     _ = task.cancel()
     assert found == slept
+
+
+def test_a_clock_that_somebody_sets_is_no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    asked = list[int]()
+
+    def clock_gettime(clock: int) -> float:
+        asked.append(clock)
+        return 7.0
+
+    monkeypatch.setattr(time, "clock_gettime", clock_gettime)
+    assert seconds() == 7.0
+    assert asked == [time.CLOCK_BOOTTIME if sys.platform == "linux" else time.CLOCK_MONOTONIC]

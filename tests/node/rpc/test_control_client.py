@@ -185,3 +185,18 @@ async def test_a_head_whose_process_ended_is_a_lost_head_and_its_own_errors_stay
     with pytest.raises(fault) as raised:
         _ = [message async for message in stream(lambda _: call, None, "the head", lost=HeadGone)]
     assert type(raised.value) is fault
+
+
+async def test_answers_of_hosts_that_are_kept_outlive_the_end_of_the_others(tmp_path: Path) -> None:
+    """After sleep a node ends its connections to other machines, and not those to its runners."""
+    async with _runner(tmp_path) as (client, endpoint, _):
+        channels = client._channels  # pyright: ignore[reportPrivateUsage]
+        async with aclosing(client.generate(endpoint, pb.GenerateRequest())) as answer:
+            _ = await anext(answer)
+            waiting = asyncio.ensure_future(anext(answer))
+            await channels.close(keep=["127.0.0.1"])
+            await asyncio.sleep(0.3)
+            assert not waiting.done()
+            await channels.close(keep=["192.168.1.5"])
+            with pytest.raises(PeerLost):
+                _ = await waiting
