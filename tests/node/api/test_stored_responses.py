@@ -186,6 +186,8 @@ def test_a_dropped_stream_resumes_without_a_gap_or_a_repeat(node: Node, openai: 
         gate.let(2)
         rest, whole = list(one), list(other)
     past = list(openai.responses.retrieve(id, stream=True, starting_after=1))
+    reply = node.ask("GET", f"/v1/responses/{id}?stream=True")  # as Python's requests writes it
+    assert reply.headers["content-type"].startswith("text/event-stream")
     resumed = [event.to_dict() for event in (*before, *rest)]
     assert resumed == [event.to_dict() for event in whole]
     assert [each["sequence_number"] for each in resumed] == list(range(len(resumed)))
