@@ -63,7 +63,8 @@ class DecayedShares:
 
     def __init__(self, counts: Sequence[float], hits: Sequence[float], memory: float) -> None:
         """`memory`: decay of an observation's weight with each newer one of its kind."""
-        self.counts, self.hits = list(counts), list(hits)
+        self.counts: list[float] = list(counts)
+        self.hits: list[float] = list(hits)
         self._memory = memory
 
     def observe(self, kind: int, *, is_hit: bool) -> None:

@@ -8,10 +8,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from engines import STORY, answer, engine_of, load_quietly, request
 from shims import by_rows, perturb
 from small import small_spec
 
+from exo_node.mtp.drafting.depth import FixedDepth, Plan
 from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.request import Parameters
 from exo_node.shard.model.load import Loaded
@@ -31,14 +33,36 @@ def _loaded() -> Loaded:
     return loaded
 
 
-def runner() -> TextEngine:
+class Stretches(FixedDepth):
+    """Drafts two tokens a round, or none for a while, as the position says."""
+
+    def plan(self, position: int) -> Plan:
+        inside = position % 16
+        return Plan(2, 1) if inside < 8 else Plan(0, 16 - inside)
+
+
+def runner(rows: int = 0, *, at_times: bool = False) -> TextEngine:
     """One that holds nothing of any request."""
-    room = {"prefill_chunk": CHUNK, "prefix_cache_bytes": 1 << 24}
-    return engine_of(_loaded(), small_spec(native_mtp=True, **room))
+    form = {"prefill_chunk": CHUNK, "prefix_cache_bytes": 1 << 24, "fixed_rows": rows}
+    text_engine = engine_of(_loaded(), small_spec(native_mtp=True, **form))
+    if at_times:
+        text_engine.drafting.depth = lambda request: Stretches(request.k)
+    return text_engine
 
 
 def asked(prompt: Sequence[int], **changes: Any) -> Parameters:
     return request(prompt, 2, TOKENS, ignore_eos=True, top_logprobs=0, **changes)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6])
+@pytest.mark.parametrize(("rows", "at_times"), [(0, True), (4, False), (4, True)])
+def test_it_drafts_as_before_in_strict_mode_and_at_times(
+    rows: int, share: float, *, at_times: bool
+) -> None:
+    expected = answer(runner(rows, at_times=at_times), asked(PROMPT)).rounds
+    cut = 1 + int(share * len(expected))
+    again = asked(PROMPT, attempt=2, replay=expected[:cut])
+    assert answer(runner(rows, at_times=at_times), again).rounds == expected[cut:]
 
 
 def test_a_prompt_that_begins_like_a_kept_one_is_read_behind_that() -> None:
