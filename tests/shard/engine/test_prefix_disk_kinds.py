@@ -152,6 +152,16 @@ def test_a_stage_without_its_files_fails_no_answer(stage: int, change: Any, tmp_
     assert cached[0] == 0 < cached[1] == cached[3] > cached[2]
 
 
+def test_a_request_that_uses_no_cache_leaves_nothing_on_any_stage(tmp_path: Path) -> None:
+    stages = two_stages("llama", ROOM, folders=(tmp_path / "first", tmp_path / "second"))
+    for _ in range(2):
+        got = answer(stages.engine, request(IDS[0], 0, TOKENS, cache=False))
+        assert got.stats.cached_tokens == 0
+    settle(stages.engine, *stages.workers)
+    assert stages.engine.prefix_cache_bytes == stages.workers[0].prefix_cache_bytes == 0
+    assert not [*tmp_path.glob("*/*/*")]
+
+
 def test_a_stage_writes_nothing_while_it_has_a_request(tmp_path: Path) -> None:
     folders = tmp_path / "first", tmp_path / "second"
     stages = two_stages("llama", ROOM, folders=folders)
