@@ -63,8 +63,7 @@ class DecayedShares:
 
     def __init__(self, counts: Sequence[float], hits: Sequence[float], memory: float) -> None:
         """`memory`: decay of an observation's weight with each newer one of its kind."""
-        self.counts: list[float] = list(counts)
-        self.hits: list[float] = list(hits)
+        self.counts, self.hits = list[float](counts), list[float](hits)
         self._memory = memory
 
     def observe(self, kind: int, *, is_hit: bool) -> None:
