@@ -186,11 +186,11 @@ class MessagesBody(AnswerBody, TolerantBody):
 
     @property
     def template_options(self) -> dict[str, Any]:
-        thinking, config = self.thinking, self.output_config
+        thinking, config = self.thinking or ThinkingWish(), self.output_config
         return thinking_options(
-            effort=config.effort if config else None,
-            switches=(thinking.switch,) if thinking else (),
-            budget=thinking.budget_tokens if thinking else None,
+            effort=(config.effort if config else None) or thinking.effort,
+            switches=(thinking.switch,),
+            budget=thinking.budget,
         )
 
 

@@ -43,6 +43,10 @@ class ThinkingWish(TolerantBody):
     def switch(self) -> bool | None:
         return self.enabled if self.type is None else self.type != "disabled"
 
+    @property
+    def budget(self) -> int | None:
+        return self.budget_tokens or self.max_tokens
+
 
 def _as_object(value: Any) -> Any:
     match value:
@@ -81,10 +85,7 @@ class ThinkingFields(StrictBody):
     def template_options(self) -> dict[str, Any]:
         wishes = [wish for wish in (self.reasoning, self.thinking, self.think) if wish]
         efforts = [self.reasoning_effort, *(wish.effort for wish in wishes)]
-        budgets = [
-            self.thinking_budget,
-            *(wish.budget_tokens or wish.max_tokens for wish in wishes),
-        ]
+        budgets = [self.thinking_budget, *(wish.budget for wish in wishes)]
         return thinking_options(
             effort=next(filter(None, efforts), None),
             switches=(self.enable_thinking, *(wish.switch for wish in wishes)),

@@ -7,6 +7,7 @@ from fakes import FINISHED, says
 from http_node import BODIES, Node, chat_body
 
 from exo_node.node.api.http.bodies import validated
+from exo_node.node.api.messages.messages_schema import MessagesBody
 from exo_node.node.api.openai.openai_schema import ChatBody
 from exo_node.node.chat.requests import AnswerProgress, Started, TextDelta
 
@@ -110,3 +111,23 @@ def test_what_the_model_cannot_follow_is_named_in_every_dialect(
     reply = node.ask("POST", path, {"model": "demo", "stream": stream, **BODIES[path]})
     assert reply.status == 200
     assert reply.headers["x-exo-node-ignored"] == NOTE
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({"thinking": {"type": "adaptive", "effort": "low"}}, {"thinking": True, "effort": "low"}),
+        ({"thinking": {"type": "enabled", "max_tokens": 7}}, {"thinking": True, "budget": 7}),
+        (
+            {"thinking": {"effort": "low"}, "output_config": {"effort": "high"}},
+            {"effort": "high"},
+        ),
+        ({"thinking": {"type": "disabled"}}, {"thinking": False}),
+        ({}, {}),
+    ],
+)
+def test_no_field_of_anthropics_thinking_is_ignored_in_silence(
+    fields: dict[str, object], options: dict[str, Any]
+) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
+    assert validated(body, MessagesBody).template_options == options
