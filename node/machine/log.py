@@ -8,7 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import Context, ContextVar, copy_context
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
@@ -135,6 +135,18 @@ class _FileHandler(RotatingFileHandler):
             errors="backslashreplace",
         )
 
+        self._faults = LineLimit(1, 60.0)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Says on stderr, once a minute, that the disk refuses; else a traceback for each line."""
+        fault = sys.exc_info()[1]
+        if not isinstance(fault, OSError):
+            super().handleError(record)
+        elif self._faults.passes():
+            text = f"{self.baseFilename} cannot be written: {fault.strerror}"
+            with suppress(OSError):
+                print(f"{text}{self._faults.left_out()}", file=sys.stderr, flush=True)
+
     def doRollover(self) -> None:
         """Goes on in the same file where it cannot be renamed: no line is lost for its length."""
         try:
@@ -161,7 +173,8 @@ def configure(
     root = logging.getLogger()
     for old in [h for h in root.handlers if isinstance(h, (_NodeHandler, _FileHandler))]:
         root.removeHandler(old)
-        old.close()
+        with suppress(OSError):  # a full disk refuses what was not written yet
+            old.close()
     root.addHandler(handler)
     root.setLevel(level.upper())
     for name in _QUIET:

@@ -193,3 +193,14 @@ def test_a_file_that_cannot_be_renamed_goes_on(
         configure("human")
     lines = (tmp_path / "log").read_text().splitlines()
     assert [line.split("line ")[1].split()[0] for line in lines] == [str(n) for n in range(20)]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_a_full_disk_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    configure("human", file=Path("/dev/full"))
+    try:
+        for number in range(50):
+            logging.getLogger("exo_node.test").info("line %d", number)
+    finally:
+        configure("human")
+    assert capsys.readouterr().err == "/dev/full cannot be written: No space left on device\n"
