@@ -63,7 +63,8 @@ class DecayedShares:
 
     def __init__(self, counts: Sequence[float], hits: Sequence[float], memory: float) -> None:
         """`memory`: decay of an observation's weight with each newer one of its kind."""
-        self.counts, self.hits = list[float](counts), list[float](hits)
+        self.counts: list[float] = list(counts)
+        self.hits: list[float] = list(hits)
         self._memory = memory
 
     def observe(self, kind: int, *, is_hit: bool) -> None:
@@ -286,9 +287,8 @@ class Prior(Acceptance):
         return 0.5
 
     def add(self, drafted: int, accepted: int) -> None:
-        missing = min(drafted, accepted + 1) - len(self.counts)
-        self.counts += [0.0] * missing
-        self.hits += [0.0] * missing
+        missing = [0.0] * (min(drafted, accepted + 1) - len(self.counts))
+        self.counts, self.hits = self.counts + missing, self.hits + missing
         super().add(drafted, accepted)
 
 
