@@ -23,7 +23,7 @@ _LINGER_S: Final = 30.0
 """A conversation's next turn should not find the machine asleep. macOS and Linux desktops wait for
 minutes of idleness, so a shorter gap between two assertions changes nothing."""
 _END_S: Final = 2.0
-"""How long a command may take to end before it is killed, and to say why it has ended."""
+"""How long a command may take to end before it is killed."""
 _SOON_S: Final = 10.0
 _MOST_ENDS: Final = 5
 """A command that ended so often so soon was killed by no person: it does not work here."""
@@ -51,6 +51,7 @@ class Awake:
         self._when: KeepAwake = when
         self._is_working = is_working
         self._process: asyncio.subprocess.Process | None = None
+        self._stderr: int | None = None
         self._began, self._ends = 0.0, 0
         """When the command began, and how often one ended soon after it had begun."""
 
@@ -84,33 +85,44 @@ class Awake:
                 return ""
             self._ends = self._ends + 1 if time.monotonic() - self._began < _SOON_S else 0
             if process.returncode > 0 or self._ends >= _MOST_ENDS:
-                said = await _said(process) or f"it ended with {process.returncode}"
+                said = self._said() or f"it ended with {process.returncode}"
                 return f"{command[0]}: {said}"
-        quiet, self._began = asyncio.subprocess.DEVNULL, time.monotonic()
+        self._process = None
+        self._close_stderr()
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                *command, stdin=quiet, stdout=quiet, stderr=asyncio.subprocess.PIPE
-            )
+            # A pipe of asyncio would wait for children that the command leaves behind.
+            self._stderr, writing = os.pipe()
+            with open(writing, "wb") as stderr:
+                quiet, self._began = asyncio.subprocess.DEVNULL, time.monotonic()
+                self._process = await asyncio.create_subprocess_exec(
+                    *command, stdin=quiet, stdout=quiet, stderr=stderr
+                )
         except OSError as fault:
             return "" if fault.errno in _PASSING else f"{command[0]}: {fault.strerror}"
         return ""
 
+    def _said(self) -> str:
+        """The beginning of what the command wrote of its error."""
+        if self._stderr is None:
+            return ""
+        os.set_blocking(self._stderr, False)
+        with contextlib.suppress(BlockingIOError):  # a child of it may have the other end open
+            return os.read(self._stderr, _MOST_SAID).decode(errors="replace").strip()
+        return ""
+
+    def _close_stderr(self) -> None:
+        stderr, self._stderr = self._stderr, None
+        if stderr is not None:
+            os.close(stderr)
+
     async def _release(self) -> None:
         process, self._process = self._process, None
-        if process is None or process.returncode is not None:
+        self._close_stderr()
+        if process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-            with contextlib.suppress(TimeoutError):
+        for end in (process.terminate, process.kill):
+            with contextlib.suppress(ProcessLookupError, TimeoutError):
+                end()
                 async with asyncio.timeout(_END_S):
                     _ = await process.wait()
-            process.kill()
-
-
-async def _said(process: asyncio.subprocess.Process) -> str:
-    """What an ended command wrote of its error; a child that it left may hold the pipe open."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_END_S):
-            if process.stderr is not None:
-                return (await process.stderr.read(_MOST_SAID)).decode(errors="replace").strip()
-    return ""
+                    return
