@@ -39,6 +39,7 @@ FEW = tuple((token, 100.0) for token in (40, 41, 42))
 HOT = Sampling(temperature=1.0, seed=5, logit_bias=FEW)
 """Draws from three ids, so that the last ones occurred before, and other ones often followed."""
 COOL = Sampling(temperature=0.02, seed=11)
+PENALISED = Sampling(repetition_penalty=1.1, repetition_context_size=30)
 
 
 def copying(length: int = 7, **changes: Any) -> TextEngine:
@@ -164,7 +165,7 @@ def test_members_join_and_leave_in_the_middle(seed: int) -> None:
             "adaptive_draft": adaptive,
             "max_tokens": draw.randrange(2, TOKENS),
         }
-        options["sampling"] = draw.choice([GREEDY, COOL, HOT])
+        options["sampling"] = draw.choice([GREEDY, COOL, HOT, PENALISED])
         made = (
             repeating(number % 4, k, places=draw.sample(range(TOKENS), 2), **options)
             if draw.random() < 0.7
