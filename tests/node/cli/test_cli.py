@@ -20,6 +20,7 @@ from models import make_checkpoint
 from typer.testing import CliRunner
 
 from exo_node.node.cli.main import COMMANDS, app, load_command
+from exo_node.node.machine import setting_sources
 from exo_node.node.machine.data_dir_lock import DataDirLock, find_running
 from exo_node.node.machine.settings import Settings
 
@@ -137,6 +138,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Settings, Sequence[st
 
     for name in [name for name in os.environ if name.startswith(("EXO_", "GRPC_"))]:
         monkeypatch.delenv(name)
+    monkeypatch.setattr(setting_sources, "_FORGOTTEN", [])  # by tests before, of this process
     module = types.ModuleType("exo_node.node.run")
     monkeypatch.setattr(module, "run_node", run_node, raising=False)
     monkeypatch.setitem(sys.modules, "exo_node.node.run", module)
