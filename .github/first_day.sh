@@ -37,11 +37,11 @@ step convert-mxfp4 .venv/bin/python -m mlx_lm convert --hf-path "$demo" \
   --mlx-path "$out/models/demo-mxfp4" --quantize --q-mode mxfp4 --q-bits 4 --q-group-size 32
 step verify-mxfp4 "$exo" verify "$out/models/demo-mxfp4" --quick --json "$out/verify-mxfp4.json"
 step node-one node one 21415
-step chat "$exo" chat --port 21415 "Tell me a story."
+step chat "$exo" chat --data-dir "$out/one" --model demo "Tell me a story."
 step node-two node two 21425 --peer 127.0.0.1:21416
-step split "$exo" models load demo --min-nodes 2 --port 21415
-step chat-split "$exo" chat --port 21415 "Tell me a story."
-step status "$exo" status --port 21415
+step split "$exo" models load demo --min-nodes 2 --data-dir "$out/one"
+step chat-split "$exo" chat --data-dir "$out/one" --model demo "Tell me a story."
+step status "$exo" status --data-dir "$out/one"
 for name in two one; do "$exo" stop --data-dir "$out/$name"; done
 rm -rf "$out/models"
 
