@@ -44,7 +44,7 @@ class FixedDepth:
 
     k: int
     source: str = "as requested"
-    """Where `k` comes from."""
+    """The source of `k`."""
 
     def plan(self, position: int) -> Plan:
         del position

@@ -288,7 +288,7 @@ def _program() -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Ran:
-    """What a command said; `fault` is empty if it succeeded."""
+    """The output of a command; `fault` is empty if it succeeded."""
 
     output: str
     fault: str

@@ -86,7 +86,7 @@ class _LayerProfile(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class _Votes:
-    """What answers showed of one profile's steps, relative to the measurement before them."""
+    """Steps of one profile as answers showed them, relative to the measurement before them."""
 
     measured: _LayerProfile
     factors: deque[float]

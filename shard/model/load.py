@@ -99,11 +99,7 @@ def _load(
 ) -> Loaded:
     """`placeholders`: the files in `folder` in place of those with other stages' layers alone."""
     checkpoint = read_checkpoint(folder)
-    if spec.checkpoint_sha256 and spec.checkpoint_sha256 != checkpoint.fingerprint:
-        raise InvalidCheckpoint(
-            f"{checkpoint.folder.name} differs from the generator's copy of {spec.model}: its "
-            "config.json or safetensors headers are not the same; download the same revision"
-        )
+    _require_same(spec, checkpoint)
     generator = spec.stage == 0
     read_before = bytes_read()
     require_positions(checkpoint.config, spec.context_length)
@@ -157,6 +153,15 @@ def _load(
         fingerprint=checkpoint.fingerprint,
         kernels=kernels,
     )
+
+
+def _require_same(spec: pb.StageSpec, checkpoint: Checkpoint) -> None:
+    """The generator must have the same revision of the model. Raises InvalidCheckpoint."""
+    if spec.checkpoint_sha256 and spec.checkpoint_sha256 != checkpoint.fingerprint:
+        raise InvalidCheckpoint(
+            f"{checkpoint.folder.name} differs from the generator's copy of {spec.model}: its "
+            "config.json or safetensors headers are not the same; download the same revision"
+        )
 
 
 def _codec(folder: Path) -> "TextCodec":

@@ -1,4 +1,4 @@
-"""What several dialects share: messages, tools, sampling, profiles, and the way to an answer.
+"""Parts of several dialects: messages, tools, sampling, profiles, and the way to an answer.
 
 answering.py: one request in any dialect to its HTTP answer
 chat_message.py: a message of a chat request, OpenAI's or Ollama's

@@ -19,7 +19,7 @@ _TOKEN_IDS: Final = TypeAdapter[list[int]](
     Annotated[list[TokenId], FailFast()], config=ConfigDict(strict=True)
 )
 AnyInput = str | list[str] | list[TokenId] | list[list[TokenId]]
-"""What clients may send."""
+"""The forms that clients may send."""
 
 
 def wrong(at: str, sentence: str) -> PydanticCustomError:

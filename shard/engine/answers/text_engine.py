@@ -4,7 +4,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import mlx.core as mx
@@ -111,28 +111,37 @@ class TextEngine:
         )
         self.prefix_lookup = PrefixLookup(self._prefixes, self._schedule)
         self._answer_reads = AnswerReads(self._schedule, options.context_length)
-        forms = RoundForms.of(
+        forms = self._round_forms(caches, runs_ahead)
+        self._executor = (
+            self._local_executor(forms) if link is None else self._pipeline_executor(link)
+        )
+        self.step_times = self._executor.step_times
+        self._engine = Engine(self._executor, self._scheduler(), clock)
+        self.measurements = self._measurements(forms, profile, vocabulary)
+
+    def _round_forms(self, caches: Sequence[object], runs_ahead: bool | None) -> RoundForms:
+        options = self._options
+        return RoundForms.of(
             caches,
             options.fixed_rows,
             runs_ahead,
             kernels=self._kernels,
             drafts=options.async_draft_eval and not options.fixed_rows,
         )
-        self._executor = (
-            self._local_executor(forms) if link is None else self._pipeline_executor(link)
-        )
-        self.step_times = self._executor.step_times
-        self._engine = Engine(self._executor, self._scheduler(), clock)
-        self.measurements = ModelMeasurements(
+
+    def _measurements(
+        self, forms: RoundForms, profile: DraftProfile, vocabulary: int
+    ) -> ModelMeasurements:
+        return ModelMeasurements(
             forms if isinstance(self._executor, LocalExecutor) else self._executor.rounds,
             self._target,
-            stage.make_caches,
-            options,
+            self._stage.make_caches,
+            self._options,
             self.drafting,
             self.lookup,
             profile,
             vocabulary,
-            clock,
+            self._clock,
         )
 
     def _local_executor(self, forms: RoundForms) -> LocalExecutor:
