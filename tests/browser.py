@@ -154,3 +154,14 @@ def found(page: Page) -> Locator:
 def search(page: Page, text: str) -> None:
     page.get_by_label("Name of a model on Hugging Face").fill(text)
     page.get_by_role("button", name="Search", exact=True).click()
+
+
+def unload(page: Page, model: str, within_ms: float | None = None) -> None:
+    """Unloads a model on the page of models. It asks once more where an answer still counts."""
+    page.get_by_role("button", name=f"Unload {model}").click()
+    anyway = page.get_by_role("button", name="Unload anyway")
+    load = page.get_by_role("button", name=f"Load {model}", exact=True)
+    expect(anyway.or_(load)).to_be_visible(timeout=within_ms)
+    if anyway.is_visible():
+        anyway.click()
+    expect(load).to_be_visible(timeout=within_ms)

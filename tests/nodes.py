@@ -23,6 +23,8 @@ READY_WITHIN_S = 180.0
 """Long, so that a loaded machine fails no test; how fast a node is ready is measured in bench/."""
 CALL_S = 300.0
 """A call's timeout: a load of the demo took 69 s on two cores with a dozen busy processes."""
+_TOLD = 40
+"""Lines of a node's log that a failed test shows."""
 _KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "XDG_CONFIG_HOME", "EXO_TIMING", "PYTHONPATH")
 
 T = TypeVar("T")
@@ -185,6 +187,9 @@ def node(
         assert process.poll() is None, log.read_text()
         port = json.loads(record.read_text())["http_port"]
         yield Node(process, data_dir, port, log, connect)
+    except BaseException:
+        print(f"--- the end of {log}:", *log.read_text(errors="replace").splitlines()[-_TOLD:], sep="\n")
+        raise
     finally:
         process.kill()  # an orderly end would make other nodes restore its stages
         _ = process.wait()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from .embedders import is_encoder
+from .python_source import statements
 
 
 def has_class(config: Mapping[str, Any]) -> bool:
@@ -45,7 +46,7 @@ def _remapped() -> Mapping[str, str]:
     folder = _package()
     if folder is None:
         return {}
-    for node in ast.parse((folder / "utils.py").read_text()).body:
+    for node in statements((folder / "utils.py").read_text()):
         match node:
             case ast.Assign(targets=[ast.Name(id="MODEL_REMAPPING")], value=value):
                 return cast("Mapping[str, str]", ast.literal_eval(value))

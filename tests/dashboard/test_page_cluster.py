@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Visit, browsers, visit
+from browser import Visit, browsers, unload, visit
 from nodes import Node, eventually, free_ports, node
 from playwright.sync_api import Browser, Locator, Page, expect
 
@@ -214,8 +214,8 @@ def test_a_model_is_previewed_spread_and_loaded(pair: Pair) -> None:
     with owners(pair) as view:
         page = view.page
         go(view, "Models")
-        page.get_by_role("button", name="Unload demo").click()
-        page.get_by_role("button", name="Load demo", exact=True).click(timeout=WITHIN_MS)
+        unload(page, "demo", WITHIN_MS)
+        page.get_by_role("button", name="Load demo", exact=True).click()
         expect(page.get_by_role("button", name="Delete demo")).to_have_count(0)  # on either disk
         dialog = page.get_by_role("dialog")
         expect(dialog).to_contain_text("Best: mac-")

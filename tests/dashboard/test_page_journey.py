@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from api_stub import exo_node
-from browser import Visit, answers, found, search, send, visit
+from browser import Visit, answers, found, search, send, unload, visit
 from hub import FakeHub, serve
 from models import DEMO
 from nodes import Node, node
@@ -181,9 +181,7 @@ def talk_to(view: Visit, journey: Journey) -> None:
 def remove(view: Visit, running: Node, journey: Journey) -> None:
     page = view.page
     go_to(page, "Models")
-    unload = page.get_by_role("button", name=f"Unload {SMALL}")
-    unload.click()
-    expect(unload).to_have_count(0)
+    unload(page, SMALL)
     page.get_by_role("button", name=f"Delete {SMALL}").click()
     dialog = page.get_by_role("dialog")
     expect(dialog).to_contain_text("from the disk and frees 33 MB")

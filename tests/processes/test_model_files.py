@@ -197,8 +197,8 @@ def test_what_is_wrong_is_named_with_its_remedy(hub: FakeHub, tmp_path: Path) ->
         begin(running)
         until(lambda: "no model repository" in pulls(running)[0].get("error", ""))
         hub.refuse = None
-        begin(running)
-        until(lambda: pulls(running) == [])
+        assert follow(running)[-1]["status"] == "done"
+        assert pulls(running) == []
         wrong = running.call("POST", PULL, {"model": "tiny"})
         assert (wrong.status, wrong.body["error"]["param"]) == (400, "model")
         elsewhere = running.call("POST", f"{PULL}?node=nobody", {"model": REPOSITORY})

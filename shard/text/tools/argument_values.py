@@ -1,6 +1,5 @@
 """Reads the arguments of a call: the values of a model's text under a tool's schema."""
 
-import ast
 import json
 import math
 import operator
@@ -8,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, cast
 
+from ...checkpoint.python_source import literal
 from .schemas import (
     Kind,
     SchemaDocument,
@@ -193,7 +193,7 @@ def _load(text: str, or_string: bool) -> Any:
     if or_string or text.strip()[:1] not in ("[", "{"):
         return text
     try:
-        return ast.literal_eval(text.strip())
+        return literal(text.strip())
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return text
 

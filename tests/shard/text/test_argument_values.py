@@ -120,6 +120,7 @@ UNENFORCED: list[tuple[Schema, str, Any]] = [
     ({"type": "integer"}, "5.0", 5),
     ({"type": "integer"}, "five", "five"),
     ({"type": "object"}, "{'a': 1}", {"a": 1}),
+    ({"type": "object"}, "{[]: 1}", "{[]: 1}"),
     ({"type": "number"}, "1e999", "1e999"),
     ({"type": "array", "items": {"type": "string"}}, '["a\nb"]', ["a\nb"]),
     ({"type": "array", "items": optional({"type": "integer"})}, '["5", null]', [5, None]),
