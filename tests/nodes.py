@@ -188,7 +188,8 @@ def node(
         port = json.loads(record.read_text())["http_port"]
         yield Node(process, data_dir, port, log, connect)
     except BaseException:
-        print(f"--- the end of {log}:", *log.read_text(errors="replace").splitlines()[-_TOLD:], sep="\n")
+        end = log.read_text(errors="replace").splitlines()[-_TOLD:]
+        print(f"--- the end of {log}:", *end, sep="\n")
         raise
     finally:
         process.kill()  # an orderly end would make other nodes restore its stages

@@ -23,7 +23,7 @@ ROOMS: dict[str, str] = {
     "shard/checkpoint": "placement",
     "shard/text": "placement mtp shard/checkpoint shard/text/grammars shard/text/tools",
     "shard/text/grammars": "placement shard/text/tools",
-    "shard/text/tools": "",
+    "shard/text/tools": "shard/checkpoint",
     "shard/kernels": "placement mtp mtp/caches mtp/families",
     "shard/model": (
         "placement proto mtp mtp/caches mtp/families shard/kernels shard/text shard/checkpoint"
