@@ -72,15 +72,15 @@ class StatsCollector:
         """Whether it shared steps with other requests, and none of its rounds copied."""
         return self._batched > 0 and not self._copies[0]
 
-    def finish(self, given: GenerationStats) -> GenerationStats:
-        """`given`, which rounds do not show, with all that they and the clock do."""
+    def finish(self, base: GenerationStats) -> GenerationStats:
+        """`base` with the fields that the rounds and the clock determine."""
         first_at = self._last_at if self._first_at is None else self._first_at
         to_first, decoding = first_at - self._started_at, self._last_at - first_at
-        k, read = given.num_draft_tokens, given.prompt_tokens - given.cached_tokens
+        k, read = base.num_draft_tokens, base.prompt_tokens - base.cached_tokens
         decoded = self._tokens - self._tokens_before
         copies, copied, stood = self._copies
         return replace(
-            given,
+            base,
             drafter_kind=self._kind(k),
             completion_tokens=self._tokens,
             spec_decode_rounds=self._rounds,

@@ -77,8 +77,8 @@ class Engine:
         return True
 
     def _plan(self) -> tuple[Flight | None, Work | None]:
-        """Work to read or to do: what came back from other stages, what the scheduler says, or else
-        what this device computes."""
+        """Work to read or to do: what came back from other stages, the next work of the scheduler,
+        or else what this device computes."""
         if (back := next((f for f in self._in_flight if f.is_back), None)) is not None:
             return back, None
         if (work := self._next(self._requests)) is not None:
@@ -230,7 +230,7 @@ class Engine:
             return
         try:
             work(request)
-        except BaseException as fault:  # its reader's, or SystemExit of a library
+        except BaseException as fault:  # its reader gets it, SystemExit of a library too
             self._end(request, fault)
 
     @contextmanager

@@ -11,14 +11,14 @@ class LoopLimits(NamedTuple):
     repeats: int
 
     def of(self, period: int) -> int:
-        """The least tokens of a loop of so many."""
+        """The least tokens of a loop whose period is `period` tokens."""
         return max(self.tokens, self.repeats * period)
 
 
 EARLY: Final = LoopLimits(1024, 24)
 """Tables, boards and lists of zeros are shorter, as people and programs want them."""
 LATE: Final = LoopLimits(4096, 64)
-"""Within the arguments of a call, which may be a file, and where nobody waits for a call."""
+"""Within the arguments of a call, which may be a file, and without a client that waits."""
 MAX_PERIOD: Final = 512
 """The longest sequence whose repeats are found, so that a token costs a bounded time."""
 _EVERY: Final = 32

@@ -168,7 +168,7 @@ class Request:
     images: PromptImages | None = None
     """The images of its prompt, if it has some."""
     embedding: Embedding | None = None
-    """What it ends with in place of an answer."""
+    """The result of a request to an embedder, in place of an answer."""
     batching_reason: str = ""
     """Why it shares no decode forward; empty where it may."""
     batches_prompt: bool = False

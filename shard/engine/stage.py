@@ -105,7 +105,7 @@ class StageWorker:
 
     @property
     def step_times(self) -> StepTimes:
-        """Of this stage's layers alone."""
+        """Seconds of this stage's layers alone."""
         return self._rounds.step_times
 
     def save_prefix(self) -> bool:

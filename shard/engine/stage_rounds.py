@@ -43,7 +43,7 @@ class StageRounds(Generic[K]):
         self._dtype = dtype
         self._clock = clock
         self.step_times = StepTimes()
-        """Of these layers alone."""
+        """Seconds of these layers alone."""
         self.groups = Groups[K, StageGroup[K]](StageGroup, is_live)
         self.is_same = True
         """Whether shared forwards compute the same bits as those of single requests; see `probe`.

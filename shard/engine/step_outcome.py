@@ -76,7 +76,7 @@ def count_round(
         reason, ids = request.extend(ids)
         scores = verdict.scores[index]
         logprobs = () if scores is None else scores.read(ids)
-    except BaseException as fault:  # of this request alone: its stop condition raised it
+    except BaseException as fault:  # its stop condition's: it ends this request alone
         return StepOutcome(request, fault=fault)
     accepted = min(accepted, len(ids))
     request.round_size = forward.batch

@@ -197,14 +197,14 @@ class EmbeddingRun:
         self.begin()
 
     def _final_stats(self) -> GenerationStats:
-        given = GenerationStats(
+        stats = GenerationStats(
             drafting_reason=GENERATES_NOTHING,
             prompt_tokens=sum(map(len, self._request.prompts.values())),
             resumes=self._request.attempt - 1,
             kernels=self._owner.kernels,
             batching_reason=self._owner.batching_reason,
         )
-        return self._stats.finish(given)
+        return self._stats.finish(stats)
 
 
 class _NoAnswer:

@@ -99,7 +99,7 @@ class AnswerHandle:
             return
         try:
             self._request = self._engine.begin(parameters, deliver, on_end)
-        except BaseException as fault:  # the edge of the compute thread
+        except BaseException as fault:  # the edge of this thread: the reader gets it
             on_end(as_exception(fault))
 
     def acknowledge(self) -> None:

@@ -78,7 +78,7 @@ class LookupControl:
     def probe_shared(
         self, subject: Subject, identity: str, head: int, profile: DraftProfile
     ) -> None:
-        """The same for batches, which `identity` tells to be exact or not; after `probe`.
+        """The same for batches, called after `probe`. `identity`: whether batches are exact.
 
         `head`: drafts of the head up to which each row of a batch is exact as well.
         """

@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import mlx.core as mx
 
 from ....mtp.caches.batch_caches import can_batch
-from ....mtp.families.family import Family
 from ....mtp.families.table import family_of
 from ....mtp.sampler import Sampler
 from ....mtp.schedule import Schedule
-from ....mtp.targets import FamilyTarget, Target, WholeTarget
+from ....mtp.targets import FamilyTarget, WholeTarget
 from ....mtp.types import CacheTier, FinishReason, GenerationStats
 from ....placement.errors import InvalidRequest
 from ...kernels.install import used
 from ...model.load import Loaded
-from ...model.stage_model import StageModel
 from ...model.tower import embedding_of
 from ...pipeline.link import StageLink
 from ...text.stop_strings import StopStrings
@@ -49,7 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-AFTER_FAULT: Final = "begun anew after a fault, it shares no forward that may fail again"
+AFTER_FAULT: Final = "restarted after a fault, it shares no forward that may fail again"
 """`batching_reason` of a request that is retried after a fault."""
 SCORED_ROWS: Final = 256
 """Rows of a forward whose tokens get log-probabilities: of as many rows it has all logits at once,
@@ -72,13 +70,13 @@ class TextEngine:
         prefix_disk: PrefixDisk | None = None,
         runs_ahead: bool | None = None,
     ) -> None:
-        """`loaded`: a first stage. `link`: the connection to the other stages; None if it is the
+        """`loaded`: a first stage. `link`: the connection to the other stages, or None if it is the
         whole model.
 
-        `profile`: measurements of earlier engines; None: there are none. `prefix_disk`: prefixes
-        that outlive this engine. `runs_ahead`: whether rounds are issued before earlier ones are
-        read; None: if the device computes asynchronously, and rounds with drafts if the kernels in
-        use make that exact.
+        `profile`: measurements of earlier engines, if any. `prefix_disk`: prefixes that outlive
+        this engine. `runs_ahead`: whether rounds are issued before earlier ones are read. By
+        default they are if the device computes asynchronously; rounds with drafts, if the kernels
+        in use make that exact.
         """
         assert loaded.codec is not None
         codec, stage, head = loaded.codec, loaded.model, loaded.head
@@ -93,7 +91,9 @@ class TextEngine:
         self.limits = RequestLimits(options.context_length, vocabulary)
         hidden_kind = None if head is None else head.hidden_kind
         family = family_of(stage.model, hidden_kind) if link is None else None
-        self._target = _target_of(stage, family)
+        rows = stage.rope_positions
+        # A model without a family drafts nothing.
+        self._target = FamilyTarget(family, rows) if family else WholeTarget(stage.model, rows)
         self._tower = loaded.tower
         self.images = loaded.images
         """"read", or the reason why it reads no images."""
@@ -120,14 +120,9 @@ class TextEngine:
         self.measurements = self._measurements(forms, profile, vocabulary)
 
     def _round_forms(self, caches: Sequence[object], runs_ahead: bool | None) -> RoundForms:
-        options = self._options
-        return RoundForms.of(
-            caches,
-            options.fixed_rows,
-            runs_ahead,
-            kernels=self._kernels,
-            drafts=options.async_draft_eval and not options.fixed_rows,
-        )
+        rows = self._options.fixed_rows
+        drafts = self._options.async_draft_eval and not rows
+        return RoundForms.of(caches, rows, runs_ahead, kernels=self._kernels, drafts=drafts)
 
     def _measurements(
         self, forms: RoundForms, profile: DraftProfile, vocabulary: int
@@ -181,7 +176,7 @@ class TextEngine:
     def begin(self, parameters: Parameters, deliver: Deliver, on_end: OnEnd) -> Request:
         """Adds a request to the engine. Raises InvalidRequest.
 
-        `deliver` takes its events, and `on_end` its end: None after its `AnswerEnd`, or the error.
+        `deliver` gets its events, and `on_end` None after its `AnswerEnd`, or the error.
         """
         self.drafting.check(parameters.k)
         self._check_name(parameters)
@@ -197,7 +192,7 @@ class TextEngine:
                     raise end
                 deliver(self._answer_end(answer, request, end))
                 self._answer_reads.add(parameters, answer.ids)
-            except BaseException as fault:  # SystemExit of a library, too
+            except BaseException as fault:  # the answer's reader gets it, SystemExit too
                 on_end(self._public_fault(parameters, as_exception(fault)))
             else:
                 on_end(None)
@@ -218,8 +213,8 @@ class TextEngine:
     def generate(self, parameters: Parameters) -> Generator[EngineEvent | None, None, None]:
         """Drives one answer; closing the generator frees its state here and on every stage.
 
-        Reading an event that is not computed yet makes the engine do its next step. None: there is
-        nothing to do here until another stage answers.
+        Reading an event that is not computed yet makes the engine do its next step. It yields None
+        if there is nothing to do here until another stage answers.
         """
         events, ends = deque[EngineEvent](), list[BaseException | None]()
         request = self.begin(parameters, events.append, ends.append)
@@ -314,7 +309,7 @@ class TextEngine:
         parameters, text, measured = answer.request, answer.text, self.measurements
         self.drafting.park(request.drafts.parked_at)
         depth_reason = self._note_depth(request) if parameters.k else ""
-        given = GenerationStats(
+        stats = GenerationStats(
             num_draft_tokens=parameters.k,
             drafting_reason=parameters.drafting.drafting_reason or self.drafting.parked_reason,
             acceptance_rule=parameters.sampling.rule_of(request.most_drafts),
@@ -330,7 +325,7 @@ class TextEngine:
             lookup_reason=self.lookup.reason(parameters, shared=answer.stats.shares_without_copies),
             loop_reason="" if request.loop_guard is None else request.loop_guard.reason,
         )
-        stats = answer.stats.finish(given)
+        stats = answer.stats.finish(stats)
         if parameters.drafting.adaptive_draft:
             measured.profile.save()
         identity = measured.identity if parameters.k else "off"
@@ -398,10 +393,3 @@ class TextEngine:
 
 def _log_failed_read(end: FinishReason | BaseException) -> None:
     log.warning("an answer could not be read for the next turn", exc_info=cast("Any", end))
-
-
-def _target_of(stage: StageModel, family: Family | None) -> Target:
-    """`family` is None for a model that drafts nothing."""
-    if family is None:
-        return WholeTarget(stage.model, stage.rope_positions)
-    return FamilyTarget(family, stage.rope_positions)

@@ -145,7 +145,7 @@ def _check_texts(file: GgufFile, folder: Path) -> None:
     """Checks that the tokenizers library reads what was written. Raises InvalidCheckpoint."""
     try:
         _ = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception as error:  # the library raises no narrower one
+    except Exception as error:  # the library raises no narrower one; the command prints it
         raise file.fault(f"has a tokenizer that cannot be read ({error})") from error
 
 

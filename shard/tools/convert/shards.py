@@ -92,8 +92,8 @@ def new_folder(target: Path) -> Generator[Path]:
         raise InvalidCheckpoint(f"{target} is there already; give another name, or remove it")
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}{_PART}")
-    for left in target.parent.glob(f".*{_PART}"):
-        _delete_abandoned(left)
+    for abandoned in target.parent.glob(f".*{_PART}"):
+        _delete_abandoned(abandoned)
     try:
         part.mkdir()
     except FileExistsError as error:
@@ -103,7 +103,7 @@ def new_folder(target: Path) -> Generator[Path]:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield part
         os.rename(part, target)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: no half of a checkpoint stays; the error passes on
         shutil.rmtree(part, ignore_errors=True)
         raise
     finally:

@@ -33,7 +33,7 @@ def go_on(served: TextEngine, readers: Sequence[Reader]) -> None:
     driven(served, after)
     for before, reader in zip(readers, after, strict=True):
         assert reader.fault is None and reader.end is not None
-        assert reader.end.stats.batching_reason.startswith("begun anew after a fault")
+        assert reader.end.stats.batching_reason.startswith("restarted after a fault")
         assert tuple(before.ids + reader.ids) == alone(before.request).ids
 
 
