@@ -155,13 +155,13 @@ class ModelList:
         reasons: dict[str, list[str]] = {}
         for member in self._cluster.members():
             if member.id != self._cluster.self_id:
-                for held in filter(lambda held: held.kept_reason, member.facts.held_models):
-                    reason = f"on {member.facts.name}: {held.kept_reason}"
-                    reasons.setdefault(held.model, []).append(reason)
+                for files in filter(lambda files: files.kept_reason, member.facts.held_models):
+                    reason = f"on {member.facts.name}: {files.kept_reason}"
+                    reasons.setdefault(files.model, []).append(reason)
         for each in entries:
             own = [each["kept"]] if each.get("kept") else []
-            known = [*own, *reasons.get(each["id"], [])]
-            each["kept"] = known[0] if known and len(known) == len(each["nodes"]) else None
+            refusals = [*own, *reasons.get(each["id"], [])]
+            each["kept"] = refusals[0] if refusals and len(refusals) == len(each["nodes"]) else None
         return entries
 
     def _record(self, model: ModelId) -> LoadedPlacement | None:

@@ -86,9 +86,9 @@ class NodeModels:
                 param=variable,
             )
         async with self._searches:
-            found = await self._find(query, limit)
+            hits = await self._find(query, limit)
         describe = self._models.planner()
-        entries = [await asyncio.to_thread(self._entry, hit, describe) for hit in found]
+        entries = [await asyncio.to_thread(self._entry, hit, describe) for hit in hits]
         return answer | {"data": entries}
 
     async def _find(self, query: str, limit: int) -> "list[Hit]":

@@ -228,7 +228,7 @@ class NodeOperations:
         }
 
     def _speed(self, record: LoadedPlacement) -> dict[str, Any]:
-        """As `fits` in the list of models has it; nothing for an embedder."""
+        """The field `fits` of the list of models; empty for an embedder."""
         speed = None if record.card.embeds else self._models.speed(record)
         return {
             "tokens_per_second": speed and speed.tokens_per_second,

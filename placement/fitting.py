@@ -15,7 +15,7 @@ from .plan import loaded_card, plan, seconds_now
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The best placement in short. Without one `nodes` is 0, and `reason` says why."""
+    """The best placement in short. Without one `nodes` is 0, and `reason` is set."""
 
     nodes: int
     needed_bytes: int
@@ -38,13 +38,13 @@ class Speed:
     """The predicted speed of a model where it is loaded."""
 
     seconds: float
-    """A token."""
+    """Seconds a token."""
     is_measured: bool
-    """As in `Fit`."""
+    """See `Fit`."""
 
     @property
     def tokens_per_second(self) -> float:
-        """For a person."""
+        """Rounded for display."""
         return round(1 / self.seconds, 1)
 
 

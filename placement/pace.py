@@ -21,12 +21,12 @@ class Pace:
     byte_s: float
 
     def seconds(self, nbytes: int) -> float:
-        """A layer that reads so many bytes for a row."""
+        """Seconds of a layer that reads `nbytes` for a row."""
         return self.overhead_s + nbytes * self.byte_s
 
 
 def pace_of(node: NodeFacts) -> Pace:
-    """By memory bandwidth alone, where nothing was measured.
+    """A node's pace, by memory bandwidth alone where nothing was measured.
 
     The smallest layer that was measured shows the overhead, if it is small. The largest one shows
     how much of the bandwidth is reached, if it is large enough.

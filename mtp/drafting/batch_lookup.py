@@ -32,7 +32,7 @@ class Offer(NamedTuple):
     """Chances that the first 1, 2, … tokens of its copy stand, as many as it may copy."""
 
 
-class Choice(NamedTuple):
+class CopyPlan(NamedTuple):
     """The next round of a batch."""
 
     width: int
@@ -81,10 +81,10 @@ class BatchPolicy:
         """Whether any request of a batch may copy."""
         return bool(self._lengths)
 
-    def choose(self, offers: Sequence[Offer], head: int) -> Choice:
+    def choose(self, offers: Sequence[Offer], head: int) -> CopyPlan:
         """The round in which the head would draft `head` tokens if no request copied."""
         size = len(offers)
-        plain = Choice(head, head, [False] * size)
+        plain = CopyPlan(head, head, [False] * size)
         if not self._lengths or not any(offer.reached for offer in offers):
             return plain
         best, tokens = plain, _tokens(offers, plain)
@@ -107,7 +107,7 @@ class BatchPolicy:
                     self._pass_over(size, choice, tokens, best_rate)
         return best
 
-    def learn(self, size: int, choice: Choice, drafted: int, seconds: float) -> None:
+    def learn(self, size: int, choice: CopyPlan, drafted: int, seconds: float) -> None:
         """Records that a round of `size` requests took `seconds`. `drafted`: the most drafts of a
         request."""
         if choice.width == choice.head:
@@ -134,7 +134,7 @@ class BatchPolicy:
         nearest = min(sizes, key=lambda n: (abs(size_bucket(n) - near), -n))
         return base * (self._ratios or {})[nearest, width]
 
-    def _pass_over(self, size: int, choice: Choice, tokens: float, rate: float) -> None:
+    def _pass_over(self, size: int, choice: CopyPlan, tokens: float, rate: float) -> None:
         """Forgets a measured cost that keeps a width from being used, now and then."""
         cell = size_bucket(size), choice.width, choice.head
         usual = self._estimate(size, choice.width, choice.head)
@@ -145,17 +145,17 @@ class BatchPolicy:
             del self._passed[cell], self._cells[cell]
 
 
-def _filled(offers: Sequence[Offer], width: int, head: int) -> tuple[Choice, float]:
+def _filled(offers: Sequence[Offer], width: int, head: int) -> tuple[CopyPlan, float]:
     """The round of that width in which each request has its better drafts, and its expected
     tokens."""
     is_copied = [
         bool(offer.reached) and _copied(offer, width) > _drafted(offer, head) for offer in offers
     ]
-    choice = Choice(width, 0 if all(is_copied) else head, is_copied)
+    choice = CopyPlan(width, 0 if all(is_copied) else head, is_copied)
     return choice, _tokens(offers, choice)
 
 
-def _tokens(offers: Sequence[Offer], choice: Choice) -> float:
+def _tokens(offers: Sequence[Offer], choice: CopyPlan) -> float:
     return sum(
         _copied(offer, choice.width) if is_copied else _drafted(offer, choice.head)
         for offer, is_copied in zip(offers, choice.is_copied, strict=True)

@@ -44,8 +44,8 @@ def is_public(address: str) -> bool:
 def _ipv4_in(address: ipaddress.IPv6Address) -> Sequence[ipaddress.IPv4Address]:
     """The IPv4 addresses that a packet to it may reach: mapped, by NAT64, 6to4 or Teredo."""
     nat64 = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF) if address in _NAT64 else None
-    found = (address.ipv4_mapped, nat64, address.sixtofour, *(address.teredo or ()))
-    return [each for each in found if each is not None]
+    embedded = (address.ipv4_mapped, nat64, address.sixtofour, *(address.teredo or ()))
+    return [each for each in embedded if each is not None]
 
 
 class ImageFetcher:

@@ -241,8 +241,8 @@ def _run(
     result = _child_result(_CHILD, request, as_json=as_json)
     if result["note"] and not as_json:
         note(result["note"])
-    made = "with its MTP head" if result["head"] == "found" else f"without a head: {result['head']}"
-    print_result(result, f"{result['folder']} is ready, {made}", as_json=as_json)
+    form = "with its MTP head" if result["head"] == "found" else f"without a head: {result['head']}"
+    print_result(result, f"{result['folder']} is ready, {form}", as_json=as_json)
 
 
 def _child_result(module: str, request: dict[str, Any], *, as_json: bool) -> dict[str, Any]:

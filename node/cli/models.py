@@ -84,8 +84,8 @@ def show(
     _, library, view = this_machine(data_dir, models_dir)
     entry = describe(library, id, view)
     running = entries_of_node(port, data_dir, catalog=False) or ()
-    known = next((each for each in running if each.get("id") == entry["id"]), dict[str, Any]())
-    entry |= {name: known[name] for name in _OF_A_NODE if name in known}
+    own_entry = next((each for each in running if each.get("id") == entry["id"]), dict[str, Any]())
+    entry |= {name: own_entry[name] for name in _OF_A_NODE if name in own_entry}
     output.print_json(entry) if as_json else print(model_text(entry))
 
 

@@ -148,12 +148,12 @@ def _job(home: Path, system_user: str, command: list[str]) -> bytes:
 def _job_fault(text: str) -> str:
     """Why a job does not run, from what `launchctl print` says of it."""
     # The first of each: what follows are the states of what the job uses.
-    found = dict(reversed(re.findall(r"^\s*(state|last exit code) = (.*)$", text, re.MULTILINE)))
-    if found.get("state") == "running":
+    facts = dict(reversed(re.findall(r"^\s*(state|last exit code) = (.*)$", text, re.MULTILINE)))
+    if facts.get("state") == "running":
         return ""
-    code = found.get("last exit code", "")
+    code = facts.get("last exit code", "")
     ended = re.match("-?[0-9]", code)  # "(never exited)" otherwise
-    return f"it ended with exit code {code}" if ended else f"its state is {found.get('state')}"
+    return f"it ended with exit code {code}" if ended else f"its state is {facts.get('state')}"
 
 
 def manager_of(platform: str, *, system: bool = False) -> Manager:
@@ -233,8 +233,8 @@ def status(as_json: AsJson = False, system: _System = False) -> None:
     why = manager.fault(state.output) if not state.fault else ""
     runs = not state.fault and not why
     if as_json:
-        found = {"installed": installed, "running": runs, "file": str(manager.file)}
-        print(json.dumps(found | ({"reason": why} if why else {})))
+        report = {"installed": installed, "running": runs, "file": str(manager.file)}
+        print(json.dumps(report | ({"reason": why} if why else {})))
     elif not installed:
         print(joined(["not installed; `exo-node service install` does it"]))
     else:

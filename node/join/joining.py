@@ -92,9 +92,9 @@ class Joining:
         notices = JoinNotice()
         while True:
             await asyncio.sleep(self.state.timing.retry_s)
-            asked = [each.approver for each in self.asker.calls.applications()]
-            asking = [each.party for each in self.requests.pending()]
-            block = notice(self.state.describe_self(), asked, asking, self.asker.code or "")
+            hosts = [each.approver for each in self.asker.calls.applications()]
+            guests = [each.party for each in self.requests.pending()]
+            block = notice(self.state.describe_self(), hosts, guests, self.asker.code or "")
             show(notices.due(block))
 
     async def _call_peer(self, peer: str) -> None:

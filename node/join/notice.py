@@ -11,13 +11,13 @@ _NAMED = 6
 
 
 def notice(
-    own: PeerIdentity, asked: Sequence[PeerIdentity], asking: Sequence[PeerIdentity], code: str
+    own: PeerIdentity, hosts: Sequence[PeerIdentity], guests: Sequence[PeerIdentity], code: str
 ) -> str:
-    """The block of a node that asks the clusters of `asked` and lets `asking` in.
+    """The block of a node that asks the clusters of `hosts` and lets `guests` in.
 
     `code`: the digits that it shows. Empty where it neither asks nor is asked.
     """
-    parties = {each.node: each for each in (*asked, *asking) if each.node != own.node}
+    parties = {each.node: each for each in (*hosts, *guests) if each.node != own.node}
     counts = Counter([own.name, *(each.name for each in parties.values())])
 
     def named(each: PeerIdentity) -> str:
@@ -28,11 +28,11 @@ def notice(
         return ""
     more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
     lines = [f"Other nodes here: {', '.join(others[:_NAMED])}{more}."]
-    if asked:
+    if hosts:
         # With its id: an impostor of its name may ask beside it, which only the others see.
         who = f"{own.name}, {own.node[:8]}"
         lines += [f"To let this one ({who}) in, run there:  exo-node approve {spaced(code)}"]
-    if asking:
+    if guests:
         lines += [f"To let one of them in here:  {own_command()} approve DIGITS NAME"]
         lines += ["  with the digits that it shows itself"]
     return "\n".join(lines)

@@ -28,7 +28,7 @@ _SOON_S: Final = 10.0
 _MOST_ENDS: Final = 5
 """A command that ended so often so soon was killed by no person: it does not work here."""
 _PASSING: Final = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
-_MOST_SAID: Final = 500
+_MOST_STDERR: Final = 500
 
 
 def inhibitor(system: str, pid: int) -> tuple[str, ...]:
@@ -85,8 +85,8 @@ class Awake:
                 return ""
             self._ends = self._ends + 1 if time.monotonic() - self._began < _SOON_S else 0
             if process.returncode > 0 or self._ends >= _MOST_ENDS:
-                said = self._said() or f"it ended with {process.returncode}"
-                return f"{command[0]}: {said}"
+                message = self._stderr_text() or f"it ended with {process.returncode}"
+                return f"{command[0]}: {message}"
         self._process = None
         self._close_stderr()
         try:
@@ -101,13 +101,13 @@ class Awake:
             return "" if fault.errno in _PASSING else f"{command[0]}: {fault.strerror}"
         return ""
 
-    def _said(self) -> str:
+    def _stderr_text(self) -> str:
         """The beginning of what the command wrote of its error."""
         if self._stderr is None:
             return ""
         os.set_blocking(self._stderr, False)
         with contextlib.suppress(BlockingIOError):  # a child of it may have the other end open
-            return os.read(self._stderr, _MOST_SAID).decode(errors="replace").strip()
+            return os.read(self._stderr, _MOST_STDERR).decode(errors="replace").strip()
         return ""
 
     def _close_stderr(self) -> None:

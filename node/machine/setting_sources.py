@@ -16,7 +16,7 @@ from ...placement.errors import InvalidSettings
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SettingSource:
     """The variable and the flag of a setting; secrets have no flag, which `ps` would show."""
 
     variable: str
@@ -27,17 +27,17 @@ _FLAGS: Final = (
     *("name", "host", "port", "grpc_port", "interface", "data_dir", "cluster_key_file"),
     *("memory_limit", "dtype", "offline", "auto_download", "log_format", "log_file"),
 )
-_OTHERS: Final[Mapping[str, Source]] = {
-    "models_dirs": Source("EXO_MODELS_DIR", "--models-dir"),
-    "peers": Source("EXO_PEER", "--peer"),
-    "mdns": Source("EXO_MDNS", "--no-mdns"),
+_OTHERS: Final[Mapping[str, SettingSource]] = {
+    "models_dirs": SettingSource("EXO_MODELS_DIR", "--models-dir"),
+    "peers": SettingSource("EXO_PEER", "--peer"),
+    "mdns": SettingSource("EXO_MDNS", "--no-mdns"),
 }
 
 
-def source_of(field: str) -> Source:
+def source_of(field: str) -> SettingSource:
     """The source of a field of `Settings`, whose name is that of its variable, and of a flag."""
     flag = f"--{field.replace('_', '-')}" if field in _FLAGS else None
-    return _OTHERS.get(field) or Source(f"EXO_{field.upper()}", flag)
+    return _OTHERS.get(field) or SettingSource(f"EXO_{field.upper()}", flag)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, V
 
 from ...placement.errors import InvalidSettings
 from .awake import KeepAwake
-from .setting_sources import Inputs, Source, collect, default_data_dir, source_of
+from .setting_sources import Inputs, collect, default_data_dir, source_of
 from .setting_sources import environment as environment
 from .setting_sources import forget_variables_of_libraries as forget_variables_of_libraries
 from .setting_sources import take_environment_file as take_environment_file
@@ -149,7 +149,7 @@ class Settings(BaseModel):
     keep_awake: Annotated[KeepAwake, BeforeValidator(as_choice(get_args(KeepAwake)))] = "answers"
 
 
-SOURCES: Final[Mapping[str, Source]] = {name: source_of(name) for name in Settings.model_fields}
+SOURCES: Final = {name: source_of(name) for name in Settings.model_fields}
 
 
 def models_folders(settings: Settings) -> tuple[Path, ...]:

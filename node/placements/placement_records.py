@@ -119,8 +119,8 @@ class PlacementRecords:
 
     def update(self, here: Situation, *, adopts: bool = False) -> None:
         """Makes the records as the runners are now."""
-        known = [each for model, each in here.placements.items() if model in self._cards]
-        placements = {placement.id: placement for each in known for placement in each}
+        all_models = [each for model, each in here.placements.items() if model in self._cards]
+        placements = {placement.id: placement for each in all_models for placement in each}
         for placement in placements.values():
             self._update(placement, adopts=adopts)
         present = {runner.key.placement for runner in here.observed.runners}

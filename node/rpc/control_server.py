@@ -53,7 +53,7 @@ _PLACEMENT: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class NodeCalls:
-    """What the node does for the calls of its peers."""
+    """The node's methods that its peers call."""
 
     answer_heartbeat: Callable[[NodeId, pb.Heartbeat], pb.Heartbeat]
     """Merges a peer's heartbeat and returns this node's. Raises if the sender may not join."""

@@ -134,10 +134,10 @@ class HubCache:
 
         Raises InvalidCheckpoint where the revision's commit cannot be read.
         """
-        folder = self.begun(repository, revision)
+        folder = self.revision_folder(repository, revision)
         return folder if folder is not None and (folder / CONFIG).is_file() else None
 
-    def begun(self, repository: RepositoryName, revision: Revision | None) -> Path | None:
+    def revision_folder(self, repository: RepositoryName, revision: Revision | None) -> Path | None:
         """The folder of a revision whose commit is known here; it need not exist.
 
         Raises InvalidCheckpoint where the revision's commit cannot be read.

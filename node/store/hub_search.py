@@ -66,14 +66,14 @@ class HubSearch:
         with hub_client(timeout=within_s) as client, stop.limit(within_s, "a search"):
             lists = HubLists(client, self._endpoint, stop)
             try:
-                found = lists.search(query, limit)
+                entries = lists.search(query, limit)
             except httpx2.HTTPError as error:
                 raise DownloadFailed(
                     f"the hub could not be searched ({error}). Check the network and HF_ENDPOINT, "
                     "and search again",
                     param="HF_ENDPOINT",
                 ) from error
-            names = [(name, e) for e in found if (name := RepositoryName.read(e.get("id")))]
+            names = [(name, e) for e in entries if (name := RepositoryName.read(e.get("id")))]
             work = [partial(self._contents, lists, name, entry) for name, entry in names]
             jobs = in_daemons(work, _STREAMS, "search")
             try:

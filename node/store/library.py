@@ -344,8 +344,8 @@ class ModelLibrary:
 
     def _unknown(self, model: ModelId, *, here: bool = False) -> ModelNotFound:
         """`here`: the error names models on this disk alone, and no download."""
-        known = {*self.scan(), *self.partial} - ({DEMO} if here else set())
-        near = nearest_ids(model, known if here else {*self._packaged, *known})
+        names = {*self.scan(), *self.partial} - ({DEMO} if here else set())
+        near = nearest_ids(model, names if here else {*self._packaged, *names})
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
         name = str(model)[:200]
         # A folder that cannot be read may have that model.

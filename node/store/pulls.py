@@ -328,7 +328,7 @@ class Pulls:
 
 def _discard(pull: Pull) -> Removal | None:
     """Deletes an unfinished snapshot that exo-node began, if there is one."""
-    snapshot = HubCache().begun(pull.repository, pull.revision)
+    snapshot = HubCache().revision_folder(pull.repository, pull.revision)
     if snapshot is None or not missing_files(snapshot):
         return None
     try:

@@ -53,19 +53,19 @@ def chat_templates(folder: Path, notes: list[str]) -> dict[str, str]:
     Empty without any. They are those of the first file that has any, in the order of transformers'
     processors, and `additional_chat_templates/`. Appends to `notes` each file that cannot be read.
     """
-    found: dict[str, str] = {}
+    templates: dict[str, str] = {}
     for name in _FILES:
         read = _jinja if name.endswith(".jinja") else _in_json
-        if found := read(folder / name, notes):
+        if templates := read(folder / name, notes):
             break
     for path in (folder / name for name in EXTRA_FILES):
         if extra := _jinja(path, notes):
-            found[path.stem] = extra[_DEFAULT]
-    if not found:
+            templates[path.stem] = extra[_DEFAULT]
+    if not templates:
         return {}
-    first = next(iter(found.values()))
-    default = found.get(_DEFAULT, found.get(_WITH_TOOLS, first))
-    with_tools = found.get(_WITH_TOOLS, default)
+    first = next(iter(templates.values()))
+    default = templates.get(_DEFAULT, templates.get(_WITH_TOOLS, first))
+    with_tools = templates.get(_WITH_TOOLS, default)
     return {_DEFAULT: default} | ({_WITH_TOOLS: with_tools} if with_tools != default else {})
 
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ...mtp.batch_verdict import RowDrafts
 from ...mtp.drafting.batch_depth import DraftDemand
-from ...mtp.drafting.batch_lookup import BatchPolicy, Choice, Offer
+from ...mtp.drafting.batch_lookup import BatchPolicy, CopyPlan, Offer
 from ...mtp.drafting.depth import AdaptiveDepth
 from ...mtp.probe import PADDING_ID
 from .request import Request
@@ -35,9 +35,9 @@ class RoundPlan:
         return [bool(copy) for copy in self.copies]
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> CopyPlan:
         """The same without ids, as the policy of batches chose it."""
-        return Choice(self.width, self.head, self.is_copied)
+        return CopyPlan(self.width, self.head, self.is_copied)
 
     def head_limits(self, requests: Sequence[Request]) -> list[int]:
         """Drafts of the head that each request uses."""

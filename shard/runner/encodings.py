@@ -31,7 +31,7 @@ class Encoding(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Those of its ids and of its images' pixels."""
+        """Bytes of its ids and of its images' pixels."""
         pixels = sum(len(image.pixels) for image in self.images)
         return len(self.ids) * self.ids.itemsize + pixels
 

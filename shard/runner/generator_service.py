@@ -231,12 +231,12 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             self._encodings.put(key, encoding)
         return encoding
 
-    async def _images(self, sent: Sequence[pb.Image], client: bytes) -> list[PreparedImage]:
+    async def _images(self, pictures: Sequence[pb.Image], client: bytes) -> list[PreparedImage]:
         """Raises InvalidRequest naming the field of an image that cannot be read, or that does not
         fit the context beside those before it: the rest are not decoded."""
-        if not sent:
+        if not pictures:
             return []
-        files = [(file.data, file.field or "images") for file in sent]
+        files = [(file.data, file.field or "images") for file in pictures]
         if self._engine.images != "read":
             why = f"images cannot be read: {self._engine.images}"
             raise InvalidRequest(why, param=files[0][1])
@@ -319,7 +319,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
 
 
 def _loop_limits(request: pb.GenerateRequest, form: AnswerFormat) -> LoopLimits | None:
-    """Those of an answer with tools or without a bound; headers do not show where a call begins."""
+    """Limits of answers with tools or no bound; headers do not show where a call begins."""
     limits = request.limits
     is_off = limits.HasField("loop_guard") and not limits.loop_guard
     if is_off or not (request.tools or limits.max_tokens == 0):

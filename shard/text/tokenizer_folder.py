@@ -105,7 +105,7 @@ def tokenizer_folder(folder: Path, template: str, notes: list[str]) -> Generator
 
     Appends to `notes` what of optional files is not used. Raises InvalidCheckpoint.
     """
-    written = {
+    contents = {
         "config.json": _model_fields(folder),
         SETTINGS: _settings(folder, template),
         "special_tokens_map.json": _special_tokens(folder / "special_tokens_map.json", notes),
@@ -116,7 +116,7 @@ def tokenizer_folder(folder: Path, template: str, notes: list[str]) -> Generator
         view.mkdir()
         for path in tokenizer_files(folder):
             (view / path.name).symlink_to(path.absolute())
-        for name, fields in written.items():
+        for name, fields in contents.items():
             if fields:
                 _ = (view / name).write_text(json.dumps(fields))
         yield view
@@ -147,13 +147,13 @@ def _settings(folder: Path, template: str) -> dict[str, object]:
 def _special_tokens(path: Path, notes: list[str]) -> dict[str, object]:
     """The tokens by their names; an earlier form of what tokenizer_config.json has."""
     table = optional_object(path, notes)
-    return _kept(path, table, {name: _is_token(value) for name, value in table.items()}, notes)
+    return _usable(path, table, {name: _is_token(value) for name, value in table.items()}, notes)
 
 
 def _added_tokens(path: Path, notes: list[str]) -> dict[str, object]:
     """The ids of tokens; an earlier form of what tokenizer.json has."""
     table = optional_object(path, notes)
-    return _kept(path, table, {name: type(value) is int for name, value in table.items()}, notes)
+    return _usable(path, table, {name: type(value) is int for name, value in table.items()}, notes)
 
 
 def _is_token(value: object) -> bool:
@@ -163,7 +163,7 @@ def _is_token(value: object) -> bool:
     return isinstance(content, str)
 
 
-def _kept(
+def _usable(
     path: Path, table: dict[str, object], usable: Mapping[str, bool], notes: list[str]
 ) -> dict[str, object]:
     dropped = {name: value for name, value in table.items() if not usable[name]}

@@ -111,12 +111,12 @@ def split_calls(messages: Turns) -> Iterator[Message]:
             results.append(rest.pop(0))
         for call in calls:
             yield {**message, "tool_calls": [call]}
-            yield from _taken(results, call.get("id"))
+            yield from _take_result(results, call.get("id"))
             message = {"role": "assistant", "content": ""}
         yield from results
 
 
-def _taken(results: list[Message], call_id: object) -> list[Message]:
+def _take_result(results: list[Message], call_id: object) -> list[Message]:
     """The first result of a call, removed from `results`; without ids the first one."""
     for number, result in enumerate(results):
         if result.get("tool_call_id") in (None, call_id):

@@ -9,7 +9,7 @@ from exo_node.mtp.drafting.batch_lookup import (
     FORGET_AFTER,
     MAX_ROUND_ROWS,
     BatchPolicy,
-    Choice,
+    CopyPlan,
     Offer,
     sizes_of,
 )
@@ -47,39 +47,39 @@ def offers(demand: DraftDemand, *reached: Sequence[float]) -> list[Offer]:
 @pytest.mark.parametrize(
     ("reached", "ratios", "choice"),
     [
-        ((NO, NO, NO), CHEAP, Choice(0, 0, [False, False, False])),
-        ((POOR, NO, NO), CHEAP, Choice(0, 0, [False, False, False])),
-        ((SURE, NO, NO), CHEAP, Choice(15, 0, [True, False, False])),
+        ((NO, NO, NO), CHEAP, CopyPlan(0, 0, [False, False, False])),
+        ((POOR, NO, NO), CHEAP, CopyPlan(0, 0, [False, False, False])),
+        ((SURE, NO, NO), CHEAP, CopyPlan(15, 0, [True, False, False])),
         # The same copy does not pay for the padding of two others where rows are dear.
-        ((SURE, NO, NO), DEAR, Choice(0, 0, [False, False, False])),
-        ((SURE, SURE, SURE), DEAR, Choice(7, 0, [True, True, True])),
-        ((SURE, POOR, NO), CHEAP, Choice(15, 0, [True, True, False])),
-        ((SURE[:3], NO, NO), CHEAP, Choice(3, 0, [True, False, False])),
+        ((SURE, NO, NO), DEAR, CopyPlan(0, 0, [False, False, False])),
+        ((SURE, SURE, SURE), DEAR, CopyPlan(7, 0, [True, True, True])),
+        ((SURE, POOR, NO), CHEAP, CopyPlan(15, 0, [True, True, False])),
+        ((SURE[:3], NO, NO), CHEAP, CopyPlan(3, 0, [True, False, False])),
     ],
     ids=["prose", "chance", "one pays", "one does not pay", "all pay", "ragged", "the last tokens"],
 )
 def test_a_wider_round_must_pay_for_everybodys_padding(
-    reached: Sequence[Sequence[float]], ratios: dict[tuple[int, int], float], choice: Choice
+    reached: Sequence[Sequence[float]], ratios: dict[tuple[int, int], float], choice: CopyPlan
 ) -> None:
     assert policy(ratios, 3).choose(offers(NO_HEAD, *reached), 0) == choice
 
 
 def test_a_better_copy_takes_the_place_of_the_heads_drafts_at_the_same_width() -> None:
     rows = offers(HEAD, SURE, POOR, [])
-    assert policy(DEAR, 3, 3).choose(rows, 3) == Choice(3, 3, [True, False, False])
+    assert policy(DEAR, 3, 3).choose(rows, 3) == CopyPlan(3, 3, [True, False, False])
     # Where rows of a batch are not exact, drafts of another kind could change an answer.
-    assert policy(DEAR, 3, 3, in_place=2).choose(rows, 3) == Choice(3, 3, [False] * 3)
+    assert policy(DEAR, 3, 3, in_place=2).choose(rows, 3) == CopyPlan(3, 3, [False] * 3)
 
 
 def test_the_head_drafts_on_for_the_others_in_a_wider_round() -> None:
     rows = offers(HEAD, SURE, [], [])
-    assert policy(CHEAP, 3, 3, head_s=1.1).choose(rows, 3) == Choice(15, 3, [True, False, False])
+    assert policy(CHEAP, 3, 3, head_s=1.1).choose(rows, 3) == CopyPlan(15, 3, [True, False, False])
     # A dear head rests meanwhile.
-    assert policy(CHEAP, 3, 3, head_s=1.5).choose(rows, 3) == Choice(15, 0, [True, False, False])
+    assert policy(CHEAP, 3, 3, head_s=1.5).choose(rows, 3) == CopyPlan(15, 0, [True, False, False])
 
 
 def test_where_all_copy_the_head_does_not_run() -> None:
-    assert policy(CHEAP, 3, 3).choose(offers(HEAD, SURE, SURE, SURE), 3) == Choice(
+    assert policy(CHEAP, 3, 3).choose(offers(HEAD, SURE, SURE, SURE), 3) == CopyPlan(
         15, 0, [True, True, True]
     )
 
@@ -87,7 +87,7 @@ def test_where_all_copy_the_head_does_not_run() -> None:
 def test_a_named_k_is_kept_for_who_does_not_copy() -> None:
     rows = [Offer(DraftDemand(2, None)), Offer(NO_HEAD, SURE), Offer(NO_HEAD, SURE)]
     choice = policy(CHEAP, 3, 2).choose(rows, 2)
-    assert choice == Choice(15, 2, [False, True, True])
+    assert choice == CopyPlan(15, 2, [False, True, True])
 
 
 @pytest.mark.parametrize(("size", "width"), [(2, 15), (4, 15), (5, 7), (8, 7), (9, 3), (16, 3)])
@@ -122,8 +122,8 @@ def test_a_width_that_is_dearer_than_its_probe_is_left_and_looked_at_again() -> 
 def test_rounds_of_copies_leave_the_costs_of_the_heads_alone() -> None:
     decider = policy(CHEAP, 3, 3)
     for _ in range(9):
-        decider.learn(3, Choice(15, 3, [True, False, False]), 15, 50.0)
-        decider.learn(3, Choice(3, 0, [True, True, True]), 3, 50.0)
+        decider.learn(3, CopyPlan(15, 3, [True, False, False]), 15, 50.0)
+        decider.learn(3, CopyPlan(3, 0, [True, True, True]), 3, 50.0)
     assert (decider.depth.seconds(3, 3), decider.depth.seconds(3, 0)) == (1.3, 1.0)
     assert decider.depth.seconds(3, 15) is None
 

@@ -113,9 +113,9 @@ class MessagesBody(AnswerBody, TolerantBody):
         latest = latest_user_turn([message.author for message in self.messages])
         for number, message in enumerate(self.messages):
             if not message.is_empty:
-                shown = self._with_schemas(message, ignored)
+                with_schemas = self._with_schemas(message, ignored)
                 at = f"messages[{number}].content"
-                messages += _turns(shown, at, history, asks=number == latest)
+                messages += _turns(with_schemas, at, history, asks=number == latest)
         if len(messages) == (system != ""):
             raise InvalidRequest(NOTHING_TO_READ, param="messages")
         return messages

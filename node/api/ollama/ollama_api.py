@@ -140,17 +140,17 @@ class Ollama:
     def _prompt_route(self, dialect: Dialect[Body]) -> ApiRoute:
         async def answer(request: Request) -> Response:
             exchange = await read(request, dialect)
-            asked = exchange.request
-            if asked.text or asked.suffix or asked.messages:
+            generation = exchange.request
+            if generation.text or generation.suffix or generation.messages:
                 return await self._answering.respond(request, exchange)
-            return await self._load(request, asked)
+            return await self._load(request, generation)
 
         return ApiRoute("POST", dialect.path, answer, body=dialect.body)
 
-    async def _load(self, request: Request, asked: GenerationRequest) -> Response:
+    async def _load(self, request: Request, generation: GenerationRequest) -> Response:
         """The answer to a request without a prompt, which loads or unloads the model."""
-        generation = replace(asked, text=".", trusted=request.state.trusted)
-        unloads = asked.keep_alive_s == 0
+        generation = replace(generation, text=".", trusted=request.state.trusted)
+        unloads = generation.keep_alive_s == 0
         if unloads and not generation.trusted:
             return fault_response(_NOT_TO_UNLOAD, request.url.path)
         if unloads:
@@ -159,7 +159,7 @@ class Ollama:
             _ = await self._answering.encode(generation)
         kind: Kind = "chat" if request.url.path == OLLAMA_CHAT.path else "generate"
         end = {"done": True, "done_reason": "unload" if unloads else "load"}
-        return json_response(_line(kind, asked.model) | end)
+        return json_response(_line(kind, generation.model) | end)
 
     async def _entries(self) -> list[Json]:
         return (await self._operations.models())["data"]

@@ -275,7 +275,7 @@ def _logprobs(kind: Kind) -> dict[str, Any]:
 
 
 def _choice(body: ResponsesBody) -> Any:
-    return "auto" if body.tool_choice is None else body.tool_choice.given
+    return "auto" if body.tool_choice is None else body.tool_choice.body
 
 
 def _usage(end: Finished) -> dict[str, Any]:

@@ -100,10 +100,10 @@ class ToolSet:
                 return function
         return name if namespace is None else _flat_name(namespace, name)
 
-    def schemas(self, found: Sequence[ResponsesTool]) -> str:
+    def schemas(self, results: Sequence[ResponsesTool]) -> str:
         """The result of a search, as the model reads it."""
         own = {tool_name(function): function for function in self.functions}
-        leaves = (leaf for leaf in _leaves(found) if leaf.tool.is_callable)
+        leaves = (leaf for leaf in _leaves(results) if leaf.tool.is_callable)
         names = (self.function(leaf.form.name, leaf.namespace) for leaf in leaves)
         return schemas_text(own[name] for name in dict.fromkeys(names) if name in own)
 
@@ -122,7 +122,7 @@ class _Leaf:
 
 
 def tool_set(
-    declared: Sequence[ResponsesTool], found: Sequence[ResponsesTool], ignored: list[str]
+    declared: Sequence[ResponsesTool], results: Sequence[ResponsesTool], ignored: list[str]
 ) -> ToolSet:
     """The functions of the tools that a request declares and of those that its searches found.
 
@@ -130,7 +130,7 @@ def tool_set(
     the client has no search.
     """
     defers = any(tool.type == SEARCH and tool.is_callable for tool in declared)
-    leaves, found_leaves = _leaves(declared), _leaves(found)
+    leaves, found_leaves = _leaves(declared), _leaves(results)
     dropped = [leaf for leaf in (*leaves, *found_leaves) if not leaf.tool.is_callable]
     ignored += [f"tools[] of type {leaf.tool.type}" for leaf in dropped]
     functions, loaded = dict[str, dict[str, Any]](), set[str]()

@@ -79,8 +79,8 @@ def parsed_response(
     )
     renderer = ResponseRenderer(body, request_id, tools)
     exchange = Exchange(request, [renderer], bool(body.stream), tuple(dict.fromkeys(ignored)))
-    kept = () if body.store is False else body.items
-    items = stored_items([item.model_dump(exclude_unset=True) for item in kept], renderer.id)
+    inputs = () if body.store is False else body.items
+    items = stored_items([item.model_dump(exclude_unset=True) for item in inputs], renderer.id)
     return ParsedResponse(body, exchange, renderer, items)
 
 
@@ -238,21 +238,21 @@ async def _with_first(first: bytes, frames: AsyncGenerator[bytes]) -> AsyncGener
 
 
 def stored_items(items: list[Json], response: str) -> list[Json]:
-    """Items as they are kept: each has an id, by which lists continue, and arguments are text,
+    """Items as they are stored: each has an id, by which lists continue, and arguments are text,
     whose lists and objects no continuation has to parse."""
     prefix = response.replace("resp_", "msg_", 1)
-    kept = list[Json]()
+    stored = list[Json]()
     for number, item in enumerate(items):
         own = {"id": item.get("id") or f"{prefix}_{number}"}
         if not isinstance(arguments := item.get("arguments"), str | None):
             own["arguments"] = encode(arguments).decode()
-        kept.append({**item, **own})
-    return kept
+        stored.append({**item, **own})
+    return stored
 
 
 def place_of(item: str) -> ItemPlace | None:
     """The response that gave an item this id, and the part of it; None: no response did."""
-    found = re.fullmatch(r"(item|msg)_([0-9a-f]+)_[0-9]+", item)
-    if found is None:
+    match = re.fullmatch(r"(item|msg)_([0-9a-f]+)_[0-9]+", item)
+    if match is None:
         return None
-    return ItemPlace(f"resp_{found[2]}", "output" if found[1] == "item" else "input")
+    return ItemPlace(f"resp_{match[2]}", "output" if match[1] == "item" else "input")

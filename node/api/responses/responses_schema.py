@@ -182,8 +182,8 @@ class ResponsesBody(AnswerBody, TolerantBody):
         """
         if self.tool_choice is not None and self.tool_choice.hosted:
             ignored.append(f"tool_choice of type {self.tool_choice.hosted}")
-        found = [tool for item in (*earlier, *self.items) for tool in item.tools or ()]
-        return tool_set(self.tools or (), found, ignored)
+        results = [tool for item in (*earlier, *self.items) for tool in item.tools or ()]
+        return tool_set(self.tools or (), results, ignored)
 
     @property
     def template_options(self) -> dict[str, Any]:

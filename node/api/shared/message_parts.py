@@ -54,7 +54,7 @@ class ImageUrl(HistoryBody):
     """`data:image/…;base64,…`; `https://…` where the node's owner allows it."""
 
 
-class Source(HistoryBody):
+class PartSource(HistoryBody):
     """The place of an image or a document: `data` of type `base64` or `text`, `url`, `content`."""
 
     type: str | None = None
@@ -83,7 +83,7 @@ class Part(HistoryBody):
     refusal: str | None = None
     thinking: str | None = None
     image_url: str | ImageUrl | None = None
-    source: str | Source | None = None
+    source: str | PartSource | None = None
     title: str | None = None
     id: str | None = None
     name: str | None = None
@@ -149,7 +149,7 @@ def plain_text(content: str | list[Part] | None, at: str, history: History) -> s
 
 def _read(part: Part, at: str, history: History, *, asks: bool) -> list[str | Image]:
     kind = part.kind
-    source = part.source if isinstance(part.source, Source) else Source()
+    source = part.source if isinstance(part.source, PartSource) else PartSource()
     if kind in _IMAGES:
         refusal = history.refusals.get("image", "")
         return [read_image(partial(_image_of, part, at, refusal), history, asks)]
@@ -200,9 +200,9 @@ def _image_of(part: Part, at: str, refusal: str) -> Image:
     """The image of a part. Raises InvalidRequest."""
     if part.kind == "image":
         match part.source:
-            case Source(type="base64", data=str(data), media_type=media_type):
+            case PartSource(type="base64", data=str(data), media_type=media_type):
                 return image_of_base64(data, media_type or "", f"{at}.source.data", refusal)
-            case Source(type="url", url=str(url)):
+            case PartSource(type="url", url=str(url)):
                 return image_of_url(url, f"{at}.source.url", refusal)
             case _:
                 raise InvalidRequest(

@@ -93,15 +93,15 @@ def required_call(
 
     Raises InvalidRequest if they lack it.
     """
-    known = [tool for tool in tools if not tool.get(DEFERRED) or tool_name(tool) in loaded]
-    if name not in map(tool_name, tools) if name is not None else not known:
+    callables = [tool for tool in tools if not tool.get(DEFERRED) or tool_name(tool) in loaded]
+    if name not in map(tool_name, tools) if name is not None else not callables:
         raise InvalidRequest(
             "'tool_choice' insists on a tool that 'tools' lacks", param="tool_choice"
         )
     if name is not None:
         return calls_of([name], parallel=parallel)
-    some = len(known) < len(tools)
-    return calls_of([tool_name(tool) for tool in known] if some else None, parallel=parallel)
+    some = len(callables) < len(tools)
+    return calls_of([tool_name(tool) for tool in callables] if some else None, parallel=parallel)
 
 
 Mode = Literal["auto", "none", "required"]
@@ -125,7 +125,7 @@ class ToolName:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class CallChoice:
     """`named`: the one tool that it must call. `allowed`: those that it may call; None: all.
 
     `hosted`: the type of a tool that the vendor's own servers run; the model is then free.
@@ -135,7 +135,7 @@ class Choice:
     named: ToolName | None = None
     allowed: tuple[ToolName, ...] | None = None
     hosted: str = ""
-    given: Any = field(default=None, compare=False)
+    body: Any = field(default=None, compare=False)
     """The client's own form, for answers that repeat it."""
 
     def allows(self, name: str, namespace: str | None = None) -> bool:
@@ -148,12 +148,12 @@ class Choice:
         return self.mode == "required"
 
 
-def _choice_of(value: object) -> Choice | None:
+def _choice_of(value: object) -> CallChoice | None:
     match value:
         case None:
             return None
         case str(word) | {"type": str(word)} if word in _MODES:
-            return Choice(_MODES[word], given=value)
+            return CallChoice(_MODES[word], body=value)
         case {"type": "allowed_tools"}:
             fields = cast(dict[str, Any], value)
             inner = fields.get("allowed_tools")
@@ -161,14 +161,14 @@ def _choice_of(value: object) -> Choice | None:
                 return _allowed(cast(dict[str, Any], inner), ".allowed_tools", value)
             return _allowed(fields, "", value)
         case {"type": str(kind)} if kind in _NAMING:
-            return Choice("required", _name_of(cast(dict[str, Any], value), ""), given=value)
+            return CallChoice("required", _name_of(cast(dict[str, Any], value), ""), body=value)
         case {"type": str(kind)}:
-            return Choice("auto", hosted=kind, given=value)
+            return CallChoice("auto", hosted=kind, body=value)
         case _:
             raise wrong("", NO_CHOICE)
 
 
-def _allowed(fields: Mapping[str, Any], at: str, given: object) -> Choice:
+def _allowed(fields: Mapping[str, Any], at: str, body: object) -> CallChoice:
     mode, tools = fields.get("mode", "auto"), fields.get("tools")
     if mode not in _MODES:
         raise wrong(f"{at}.mode", "should be 'auto' or 'required'")
@@ -178,7 +178,7 @@ def _allowed(fields: Mapping[str, Any], at: str, given: object) -> Choice:
         _name_of(tool, f"{at}.tools[{number}]")
         for number, tool in enumerate(cast(Sequence[Any], tools))
     ]
-    return Choice(_MODES[mode], allowed=tuple(names), given=given)
+    return CallChoice(_MODES[mode], allowed=tuple(names), body=body)
 
 
 def _name_of(value: Any, at: str) -> ToolName:
@@ -193,7 +193,7 @@ def _name_of(value: Any, at: str) -> ToolName:
 
 
 ToolChoice = Annotated[
-    SkipValidation[Choice | None],
+    SkipValidation[CallChoice | None],
     BeforeValidator(
         _choice_of,
         json_schema_input_type=Literal["none", "auto", "required", "any"] | dict[str, Any] | None,

@@ -135,10 +135,10 @@ def _extends_others(fields: Mapping[str, Any]) -> bool:
 
 def _is_closed(fields: Mapping[str, Any]) -> bool:
     """Whether an object has no properties but those that it declares, though it may have others."""
-    given, required = fields.get("properties"), fields.get("required", [])
-    if not isinstance(given, dict) or not given or _OPEN & fields.keys():
+    properties, required = fields.get("properties"), fields.get("required", [])
+    if not isinstance(properties, dict) or not properties or _OPEN & fields.keys():
         return False
-    return isinstance(required, list) and {*cast("list[Any]", required)} <= given.keys()
+    return isinstance(required, list) and {*cast("list[Any]", required)} <= properties.keys()
 
 
 def _converted(
@@ -210,10 +210,10 @@ def _with_names(document: SchemaDocument, fields: dict[str, Any]) -> dict[str, A
     others: Any = fields.get("additionalProperties", True)
     for part in parts:
         if (values := constants(part)) is not None:
-            given = cast("dict[str, Any]", fields.get("properties", {}))
+            properties = cast("dict[str, Any]", fields.get("properties", {}))
             listed = {name: others for name in values if isinstance(name, str)}
-            kept = {name: given[name] for name in listed if name in given}
-            return {**fields, "properties": {**listed, **kept}, "additionalProperties": False}
+            own = {name: properties[name] for name in listed if name in properties}
+            return {**fields, "properties": {**listed, **own}, "additionalProperties": False}
     keywords = {name for part in parts for name in part} - _TITLES - {"$ref", "format"}
     patterns = [part["pattern"] for part in parts if isinstance(part.get("pattern"), str)]
     for part in parts:

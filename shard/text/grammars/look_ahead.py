@@ -32,9 +32,9 @@ def plain_patterns(pattern: str) -> list[str]:
         else:
             plain += [_complement(each, pattern) for each in _alternatives_within(inner)]
     is_split = not pattern.startswith("^") or len(list(regex_alternatives(rest))) > 1
-    found = [match for each in (rest, *plain) if (match := _AROUND.search(each))]
-    if is_split or found:
-        mark = found[0][0] if found else "(?!"
+    matches = [match for each in (rest, *plain) if (match := _AROUND.search(each))]
+    if is_split or matches:
+        mark = matches[0][0] if matches else "(?!"
         raise SchemaFault(
             f"the pattern looks around with '{mark}', which can be enforced after '^' only"
         )
@@ -115,8 +115,8 @@ def _not_begun(atoms: list[str], *, whole: bool) -> str:
     first, *others = atoms
     following = "(?s:.+)" if whole else ""
     following = _not_begun(others, whole=whole) if others else following
-    kept = f"|{first}{following}" if following else ""
-    return f"(?:{_others(first)}{_REST}{kept})?"
+    same = f"|{first}{following}" if following else ""
+    return f"(?:{_others(first)}{_REST}{same})?"
 
 
 def _others(atom: str) -> str:

@@ -44,14 +44,14 @@ class NumberBound:
         if (run := _RUN.search(tail)) is None:
             return mask
         most = DECIMALS if run[1] else EXPONENT_DIGITS if run[2] else WHOLE_DIGITS
-        left = max(0, most - len(run[3]))
+        room = max(0, most - len(run[3]))
         self._read_vocabulary()
-        if left >= len(self._longer):
+        if room >= len(self._longer):
             return mask
         allowed = int.from_bytes(mask, "little")
         if allowed & self._of_texts or not allowed & ~self._of_numbers:
             return mask
-        return (allowed & ~self._longer[left]).to_bytes(len(mask), "little")
+        return (allowed & ~self._longer[room]).to_bytes(len(mask), "little")
 
     def _read_vocabulary(self) -> None:
         if self._longer:

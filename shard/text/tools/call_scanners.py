@@ -73,8 +73,8 @@ def declared_names(tools: Sequence[Mapping[str, Any]]) -> dict[str, frozenset[st
     for tool in tools:
         function = tool["function"]
         properties: object = (function.get("parameters") or {}).get("properties")
-        known = cast("dict[str, Any]", properties) if isinstance(properties, dict) else {}
-        names[function["name"]] = frozenset(known)
+        declared = cast("dict[str, Any]", properties) if isinstance(properties, dict) else {}
+        names[function["name"]] = frozenset(declared)
     return names
 
 

@@ -29,7 +29,7 @@ class ObjectScanner(Scanner):
     def __init__(self, objects: Objects, declared: Declared) -> None:
         super().__init__(declared)
         self._objects = objects
-        self._dialect = objects.dialect
+        self._syntax = objects.syntax
         self._names: frozenset[str] = frozenset()
         self._has_outer = False
         self._quote = ""
@@ -98,7 +98,7 @@ class ObjectScanner(Scanner):
 
     def _members(self) -> Iterator[Scan]:
         names = sorted(self._names, key=lambda name: (-len(name), name))
-        key = self._dialect.key.replace("NAME", "|".join(map(re.escape, names)) or "(?!)")
+        key = self._syntax.key.replace("NAME", "|".join(map(re.escape, names)) or "(?!)")
         match = self._match(rf"[\s,]*+{key}\s*+(?=\S)")
         if match:
             groups = match.groupdict()
@@ -109,7 +109,7 @@ class ObjectScanner(Scanner):
             self._close()
 
     def _close(self) -> None:
-        shut = self._match(rf"[\s,]*+{self._dialect.shut}")
+        shut = self._match(rf"[\s,]*+{self._syntax.shut}")
         if self._takes(shut):
             self._step = self._outer if self._has_outer else self._tail
         elif shut is None:
@@ -120,7 +120,7 @@ class ObjectScanner(Scanner):
                 self._break()
 
     def _open(self, name: str, length: int) -> Iterator[Scan]:
-        quote = compiled(self._dialect.quotes).match(self.rest, length, partial=True)
+        quote = compiled(self._syntax.quotes).match(self.rest, length, partial=True)
         if quote and quote.partial:
             return
         if quote is None:
@@ -137,15 +137,15 @@ class ObjectScanner(Scanner):
     def _string(self) -> Iterator[Scan]:
         if not self.rest:
             return
-        if plain := compiled(self._dialect.plain).match(self.rest):
+        if plain := compiled(self._syntax.plain).match(self.rest):
             yield from self._emit(plain[0], len(plain[0]))
-        elif self._dialect.escapes and self.rest[0] == "\\":
+        elif self._syntax.escapes and self.rest[0] == "\\":
             yield from self._escape()
         else:
             yield from self._quoted()
 
     def _escape(self) -> Iterator[Scan]:
-        for pattern in _CODES if self._dialect is PYTHON else _CODES[:2]:
+        for pattern in _CODES if self._syntax is PYTHON else _CODES[:2]:
             if code := self._match(pattern):
                 yield from self._emit(_character(code[0]), len(code[0]))
                 return
@@ -161,7 +161,7 @@ class ObjectScanner(Scanner):
         ends = rf"|{self._objects.end}" + (r"|\Z" if self._has_ended else "")
         close = self._match(rf"{re.escape(self._quote)}(?=\s*+(?:{after_it}{ends}))")
         is_quote = close is None and self.rest.startswith(self._quote)
-        if is_quote and not self._dialect.escapes and self._before in tuple(":[,{"):
+        if is_quote and not self._syntax.escapes and self._before in tuple(":[,{"):
             self._inner += 1
         if close is None or (close and self._inner):
             self._inner -= close is not None
@@ -193,9 +193,9 @@ class ObjectScanner(Scanner):
                 yield from self._after_value()
             return
         first = self.rest[0]
-        quote = self._match(self._dialect.quotes)
+        quote = self._match(self._syntax.quotes)
         more = "" if self._has_ended else "(?=.)"
-        if word := self._match(rf"{self._dialect.word}++{more}"):
+        if word := self._match(rf"{self._syntax.word}++{more}"):
             self._word += word[0]
             _ = self._take(len(word[0]))
         elif quote:
@@ -226,7 +226,7 @@ class ObjectScanner(Scanner):
         word, self._word = self._word.strip(), ""
         if not word:
             return
-        if is_key or (self._dialect in (GEMMA, FUNCTION_GEMMA) and _load(word) is _NOTHING):
+        if is_key or (self._syntax in (GEMMA, FUNCTION_GEMMA) and _load(word) is _NOTHING):
             word = json.dumps(word, ensure_ascii=False)
         self._json.append(_WORDS.get(word, word))
 
@@ -294,11 +294,11 @@ def _call_of(value: object, *, needs_arguments: bool) -> tuple[str, dict[str, An
     if isinstance(fields.get("function"), dict):
         fields = cast("dict[str, Any]", fields["function"])
     name = fields.get("name")
-    given = [fields[key] for key in ("arguments", "parameters") if key in fields]
-    arguments: object = given[0] if given else None
+    values = [fields[key] for key in ("arguments", "parameters") if key in fields]
+    arguments: object = values[0] if values else None
     if isinstance(arguments, str):
         arguments = _load(arguments) if arguments.strip() else None
-    if needs_arguments and not given:
+    if needs_arguments and not values:
         return None
     arguments = {} if arguments is None else arguments
     if not isinstance(name, str) or not isinstance(arguments, dict):

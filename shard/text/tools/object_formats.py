@@ -7,7 +7,7 @@ TOOL: Final = r"(?P<tool>[\w.:/-]{1,256})"
 
 
 @dataclass(frozen=True)
-class Dialect:
+class ObjectSyntax:
     """How a format spells an object's members."""
 
     key: str
@@ -22,22 +22,22 @@ class Dialect:
     shut: str = r"\}"
 
 
-JSON: Final = Dialect(r'"(?P<quoted>(?:[^"\\]|\\.)*+)"\s*+:')
-GEMMA: Final = Dialect(
+JSON: Final = ObjectSyntax(r'"(?P<quoted>(?:[^"\\]|\\.)*+)"\s*+:')
+GEMMA: Final = ObjectSyntax(
     r'(?:<\|"\|>)?+(?:(?P<name>NAME)|(?P<name>[^:{}<]{1,256}?))(?:<\|"\|>)?+\s*+:',
     quotes=r'<\|"\|>',
     plain="[^<]+",
     escapes=False,
     word="[^][{}(),:<]",
 )
-FUNCTION_GEMMA: Final = Dialect(
+FUNCTION_GEMMA: Final = ObjectSyntax(
     r"(?:(?P<name>NAME)|(?P<name>[^:{}<]{1,256}?))\s*+:",
     quotes="<escape>",
     plain="[^<]+",
     escapes=False,
     word="[^][{}(),:<]",
 )
-PYTHON: Final = Dialect(
+PYTHON: Final = ObjectSyntax(
     r"(?:(?P<name>NAME)|(?P<name>[^\s=(),]{1,256}))\s*+=",
     quotes="""["']""",
     plain=r"""[^"'\\]+""",
@@ -59,7 +59,7 @@ class Objects:
     end: str
     head: str
     tail: str = ""
-    dialect: Dialect = JSON
+    syntax: ObjectSyntax = JSON
     has_objects: bool = False
     """Whether calls are JSON objects, whose members may come in any order."""
     is_single: bool = False
@@ -104,10 +104,10 @@ HARMONY: Final = Objects(
     rf"[^{{]*?\bto=(?:functions\.)?{TOOL}(?=[\s<])[^{{]*?<\|message\|>\s*+\{{",
     is_single=True,
 )
-GEMMA_4: Final = Objects(r"<\|tool_call>", r"<tool_call\|>", rf"call:{TOOL}\s*+\{{", dialect=GEMMA)
+GEMMA_4: Final = Objects(r"<\|tool_call>", r"<tool_call\|>", rf"call:{TOOL}\s*+\{{", syntax=GEMMA)
 GEMMA_FUNCTION: Final = Objects(
-    "<start_function_call>", "<end_function_call>", rf"call:{TOOL}\s*+\{{", dialect=FUNCTION_GEMMA
+    "<start_function_call>", "<end_function_call>", rf"call:{TOOL}\s*+\{{", syntax=FUNCTION_GEMMA
 )
 PYTHONIC: Final = Objects(
-    r"<\|tool_call_start\|>", r"<\|tool_call_end\|>", rf"{TOOL}\s*+\(", dialect=PYTHON
+    r"<\|tool_call_start\|>", r"<\|tool_call_end\|>", rf"{TOOL}\s*+\(", syntax=PYTHON
 )

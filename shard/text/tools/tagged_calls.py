@@ -175,8 +175,8 @@ class TaggedScanner(Scanner):
     def _next(self) -> Iterator[Scan]:
         """Between two values, or after the last one."""
         tags = self._tags
-        known, other = self._name_patterns()
-        key = self._match(_GAP + tags.key.replace("NAME", known)) if known else None
+        declared, other = self._name_patterns()
+        key = self._match(_GAP + tags.key.replace("NAME", declared)) if declared else None
         if key is None:
             key = self._match(_GAP + tags.key.replace("NAME", other))
         if key:
@@ -266,8 +266,8 @@ class TaggedScanner(Scanner):
         names = sorted(self._names, key=lambda name: (-len(name), name))
         if self._tags.escapes:
             names = [name.replace("&", "&amp;").replace('"', "&quot;") for name in names]
-        known = "|".join(map(re.escape, names))
-        either = rf"""(?:(?P<name>{known})|(?P<mark>["'])(?P<name>{known})(?P=mark))"""
+        escaped = "|".join(map(re.escape, names))
+        either = rf"""(?:(?P<name>{escaped})|(?P<mark>["'])(?P<name>{escaped})(?P=mark))"""
         other = r"""(?P<mark>["']?)(?P<name>[^\n<>"']{1,256}+)(?P=mark)"""
         return either if names else "", other
 

@@ -241,9 +241,9 @@ class _Tokenizer:
         value = self._file.values.get(f"tokenizer.ggml.{key}", default)
         return value if isinstance(value, bool) else default
 
-    def _refused(self, key: str, value: object, known: str) -> InvalidCheckpoint:
+    def _refused(self, key: str, value: object, supported: str) -> InvalidCheckpoint:
         return InvalidCheckpoint(
             f"{self._file.path.name} has {key} = {quote(value)}, and `exo-node models import` "
-            f"knows {known}; `exo-node models pull OWNER/NAME` gets the model in safetensors",
+            f"knows {supported}; `exo-node models pull OWNER/NAME` gets the model in safetensors",
             param=key,
         )

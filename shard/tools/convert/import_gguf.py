@@ -26,7 +26,7 @@ from ..child import ChildRequest, run_child
 from .gguf_arrays import GROUP, Arrays, kept_bits, read_arrays, stored_bytes, written_bytes
 from .gguf_model import GgufModel, model_of
 from .gguf_tokenizer import text_files
-from .shards import SHARD_BYTES, Bits, Progress, Report, new_folder, write_shards
+from .shards import SHARD_BYTES, Bits, ProgressNotes, Report, new_folder, write_shards
 
 _WEIGHT: Final = ".weight"
 
@@ -86,7 +86,7 @@ def import_gguf(
             sizes,
             lambda name: _named(file, model, name, chosen[name]),
             folder,
-            report or Progress().show,
+            report or ProgressNotes().show,
             shard_bytes,
         )
         _ = read_checkpoint(folder)

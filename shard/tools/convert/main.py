@@ -30,7 +30,7 @@ from ...checkpoint.head_tensors import HeadFound, find_head
 from ...model.open_model import open_model
 from ..child import ChildRequest, run_child
 from .graft import graft, require_same_model
-from .shards import SHARD_BYTES, Bits, Progress, Report, new_folder, write_shards
+from .shards import SHARD_BYTES, Bits, ProgressNotes, Report, new_folder, write_shards
 
 _TEXTS: Final = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 _OWN: Final = ("config.json", INDEX_FILE)
@@ -62,7 +62,7 @@ def run(request: ConvertRequest) -> dict[str, Any]:
     in_place = contextlib.nullcontext(target)
     with in_place if target == source.folder else new_folder(target) as folder:
         if request.bits is not None:
-            convert(source, folder, request.bits, Progress().show)
+            convert(source, folder, request.bits, ProgressNotes().show)
         elif folder != source.folder:
             _link(source.folder, folder)
         head = _head(folder, donor, request)

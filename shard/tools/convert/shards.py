@@ -125,7 +125,7 @@ def _delete_abandoned(part: Path) -> None:
         os.close(descriptor)
 
 
-class Progress:
+class ProgressNotes:
     """Notes on stderr of how much is written, some seconds apart."""
 
     def __init__(self) -> None:
