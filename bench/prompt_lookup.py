@@ -9,8 +9,8 @@ itself says it: a conversation holds an answer, perhaps with words changed, and 
 So copies stand as far as the changed words.
 
 `ids` compares answers with copies (fixed and adaptive lengths; no head, fixed K and adaptive K;
-greedy, seeded, penalised and under a grammar; cold, behind a cached prefix and resumed) with plain
-decoding, until so many ids were compared. It ends with status 1 if one differs.
+greedy, seeded, penalised and under a grammar; cold, after a cached prefix and resumed) with plain
+decoding, until enough ids were compared. It ends with status 1 if one differs.
 
 `speed` runs all arms once in each repeat, in rotating order; ratios are taken within a repeat. Arms
 without the head run on a model that was loaded without it. It ends with status 1 if an arm's ids

@@ -35,7 +35,7 @@ class RopePositions:
         self._array: mx.array | None = None
         self._angles: dict[int, tuple[mx.array, mx.array]] = {}
 
-    def behind(self, deltas: Sequence[int]) -> None:
+    def set_deltas(self, deltas: Sequence[int]) -> None:
         """Differences of positions from row numbers, in forwards without image rows."""
         self.places, self.deep, self.deltas, self._array = None, (), deltas, None
         self._later = None

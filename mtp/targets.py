@@ -61,7 +61,7 @@ class FamilyTarget:
         rope_positions: RopePositions | None = None,
         padding: int = 0,
     ) -> None:
-        """`padding`: the id of rows after a prompt's end; 0: no other row sees them anyway."""
+        """`padding`: the id of rows after a prompt's end, which no other row sees."""
         self._family = family
         self.padding = padding
         self.rope_positions = rope_positions or RopePositions()

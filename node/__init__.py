@@ -6,7 +6,7 @@ model_list.py: the lists of models that the node shows
 node.py: the node: its parts put together and closed in reverse
 node_api.py: the node's HTTP application and its background loops
 node_models.py: the models' files: found on the hub, downloaded, deleted
-operations.py: what the operations API tells and changes
+operations.py: the state that the operations API shows and changes
 peering.py: a node among others: membership, joining, and where peers are looked for
 run.py: the life of the process, from settings to exit status
 """

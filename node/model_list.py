@@ -109,7 +109,7 @@ class ModelList:
         return speed_of(record.card, view, record.stages, record.plan.dtype)
 
     def prompt_lookup(self, record: LoadedPlacement | None) -> dict[str, Any] | None:
-        """Whether requests may copy drafts, and why none does; None: not loaded, or no text."""
+        """Whether requests may copy drafts, and why none does; or None, as without a placement."""
         if record is None or not record.endpoints or not record.generator.ready.prompt_lookup:
             return None
         measured = record.generator.ready.prompt_lookup
@@ -151,7 +151,7 @@ class ModelList:
         }
 
     def _with_peers_reasons(self, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The entries with `kept`: why no node deletes the model's files; None: a holder may."""
+        """The entries with `kept`: why no node deletes the model's files, or None."""
         reasons: dict[str, list[str]] = {}
         for member in self._cluster.members():
             if member.id != self._cluster.self_id:

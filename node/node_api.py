@@ -37,7 +37,7 @@ CONNECTIONS = 256
 
 
 class NodeApi:
-    """The application with everything behind it, and the server that runs it."""
+    """The application with its services, and the server that runs it."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class NodeApi:
         await self._models.close()
 
     async def close(self) -> None:
-        """Lets answers in progress go on for a while."""
+        """Waits a while for answers in progress."""
         await self._models.close()
         await self._server.close()
         if self._responses is not None:

@@ -68,7 +68,7 @@ class SamplingDefaults(BaseModel):
     """0 turns the filter off."""
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: float | None = Field(default=None, gt=0, le=10)
-    """Over the last 20 tokens, unless the request says how many."""
+    """Over the last 20 tokens, unless the request sets their number."""
 
     @property
     def by_field(self) -> dict[str, float]:

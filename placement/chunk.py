@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .card import ModelCard
 
 MOST: Final = 512
-"""Longer ones spare little, as they read the weights for so many rows already; and what prompts
+"""Longer ones spare little, as they read the weights for many rows already; and what prompts
 have in common is kept where forwards end."""
 LEAST: Final = 256
 """Shorter ones would seldom end with turns, where what prompts have in common ends. And one forward
@@ -19,7 +19,7 @@ reads all rows of an image of Gemma 3, which are as many, so that none has more 
 CHUNK_S: Final = 0.25
 """The longest that a cancel, another answer's next token and a stage's sign of life wait."""
 _OWN_RATE, _MLX_RATE = 20e9, 1.5e9
-"""Weights times rows a second of a CPU that nobody measured, by our products and by MLX's."""
+"""Weights times rows a second of a CPU without measurements, by our products and by MLX's."""
 
 
 def prefill_chunk(

@@ -181,7 +181,7 @@ def _model_type(look: _Look, _facts: Facts) -> str:
 
 
 def _attention_layers(look: _Look, facts: Facts) -> int:
-    """Layers with a KV cache; where config.json does not tell, all of them (so never too few)."""
+    """Layers with a KV cache; where config.json has no list, all of them (so never too few)."""
     fact, layers = "num_attention_layers", facts["num_layers"]
     if not isinstance(layers, int):
         return 0  # the card at fault is refused a moment later, by its schema

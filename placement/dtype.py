@@ -48,7 +48,7 @@ def is_fast(node: NodeFacts) -> bool:
 
 
 def needs_float32(card: ModelCard, node: NodeFacts) -> bool:
-    """Whether a placement with this node must compute in float32 unless a person says otherwise."""
+    """Whether a placement with this node must compute in float32 unless a setting overrides it."""
     return node.backend == "cpu" and bool(_needs_float32(card))
 
 

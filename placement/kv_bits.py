@@ -63,7 +63,7 @@ def choose_kv_bits(card: ModelCard, view: ClusterView, requested: int | None) ->
 
 
 def cached_in(card: ModelCard, bits: int) -> ModelCard:
-    """The card of a placement whose attention caches have so many bits a number (0 for `dtype`)."""
+    """The card of a placement whose attention caches have `bits` a number (0 for `dtype`)."""
     own = bits or None
     return card if own == card.kv_bits else card.model_copy(update={"kv_bits": own})
 

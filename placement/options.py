@@ -98,7 +98,7 @@ class PlanLimits:
 def limits_of(
     card: ModelCard, view: ClusterView, options: PlanOptions, refusal: SplitRefusal
 ) -> PlanLimits:
-    """The limits that `options` set; `refusal` says where the model must not be split.
+    """The limits that `options` set; `refusal`: why the model must not be split.
 
     Raises InvalidRequest naming the field where no cluster could meet the options, and
     InsufficientMemory where no node is left.

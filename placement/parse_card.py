@@ -35,7 +35,7 @@ def parse_card(
 def derive_card(
     model_id: ModelId, config: Facts, weight_bytes: int, overrides: Facts | None = None
 ) -> ModelCard:
-    """The card of a checkpoint: what `overrides` (its exo-card.toml) says, the rest from config.
+    """The card of a checkpoint: fields of `overrides` (its exo-card.toml), the rest from config.
 
     `config` is config.json, `weight_bytes` the size of all its tensors. MTP is declared by
     `overrides` or not at all: configs claim heads whose weights were stripped.

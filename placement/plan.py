@@ -133,7 +133,7 @@ def preview(
     """The placement that answers one request the fastest, by the costs of `cost.py`.
 
     Exact for up to `search.EXACT_NODES` nodes; of more, a pipeline takes the fastest (`search.py`),
-    and `bound_s` says how much faster another might be. `pipeline_refusal` says where this model
+    and `bound_s` bounds how much faster another might be. `pipeline_refusal`: where this model
     must not be split. The same arguments give the same placement. Raises InsufficientMemory, and
     InvalidRequest for options that cannot be met.
     """

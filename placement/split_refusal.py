@@ -33,11 +33,11 @@ class SplitRefusal:
         return ":".join((_PARAM, ",".join(map(str, sorted(self.borders))))).removesuffix(":")
 
     def allows(self, counts: Sequence[int]) -> bool:
-        """Whether stages of so many layers each meet at allowed borders only."""
+        """Whether stages of these numbers of layers meet at allowed borders only."""
         return not self.reason or set(list(accumulate(counts))[:-1]) <= self.borders
 
     def may_end_at(self, end: int, layers: int) -> bool:
-        """Whether a stage of a model of so many layers may end there."""
+        """Whether a stage of a model of `layers` layers may end there."""
         return not self.reason or end == layers or end in self.borders
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Messages on a socket or a join port: a length of four bytes, big-endian, and so many bytes."""
+"""Messages on a socket or a join port: a length of four bytes, big-endian, and the body."""
 
 from typing import Final
 
@@ -6,7 +6,7 @@ HEAD_BYTES: Final = 4
 
 
 def framed(body: bytes) -> bytes:
-    """`body` behind its length."""
+    """`body` after its length."""
     return len(body).to_bytes(HEAD_BYTES, "big") + body
 
 

@@ -13,7 +13,7 @@ from .tables import Table
 _TEMPLATE: Final = Path(__file__).parent / "page.html"
 
 Term = tuple[str, str]
-"""A term and what is said about it."""
+"""A term and its explanation."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,7 @@ class BatchWindowCache(BatchKVCache):
 
     @property
     def _counts(self) -> Positions:
-        return self._positions.behind(self._starts)
+        return self._positions.counted_from(self._starts)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self._drop_rows(keys.shape[2])

@@ -16,7 +16,7 @@ class Positions:
         self._array: mx.array | None = None
         self._masks: dict[tuple[int, int, int | None], mx.array] = {}
         self._places: dict[tuple[int, int], mx.array] = {}
-        self._behind: dict[tuple[int, ...], Positions] = {}
+        self._shifted: dict[tuple[int, ...], Positions] = {}
 
     @property
     def array(self) -> mx.array:
@@ -35,7 +35,7 @@ class Positions:
         self._array = None
         self._masks.clear()
         self._places.clear()
-        self._behind.clear()
+        self._shifted.clear()
 
     def places(self, rows: int, slots: int = 0) -> mx.array:
         """(B, 1, rows, 1): where a forward of `rows` rows writes; 0 for slots beyond B."""
@@ -63,9 +63,9 @@ class Positions:
         """Rows of the caches that a forward of `rows` rows reads."""
         return max(self.rows) + rows
 
-    def behind(self, starts: tuple[int, ...]) -> "Positions":
+    def counted_from(self, starts: tuple[int, ...]) -> "Positions":
         """The same rows, counted from the row `starts` of each request."""
-        if starts not in self._behind:
+        if starts not in self._shifted:
             counts = [rows - start for rows, start in zip(self.rows, starts, strict=True)]
-            self._behind[starts] = Positions(counts)
-        return self._behind[starts]
+            self._shifted[starts] = Positions(counts)
+        return self._shifted[starts]

@@ -14,7 +14,7 @@ from .head import DraftHead, HeadSource, HeadUnusable, HiddenKind
 class Family:
     """A loaded model taken apart where multi-token prediction needs it.
 
-    A family's class says how its draft head is made, and what differs from the usual parts.
+    A family's class makes its draft head and replaces the parts that differ from the usual ones.
     """
 
     hidden_kinds: ClassVar[tuple[HiddenKind, ...]] = ("post_norm",)

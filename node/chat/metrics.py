@@ -106,7 +106,7 @@ class Metrics:
         )
 
     def answer(self, model: ModelId, arrived: float | None = None) -> "AnswerMeter":
-        """A context that measures one request, which arrived at `arrived`; None: now.
+        """A context that measures one request, which arrived at `arrived`, by default now.
 
         `model` becomes a label, so it must be a known one: names are not bounded otherwise.
         """

@@ -99,7 +99,7 @@ class Totals:
     def add(
         self, model: ModelId, completion: int, stats: Mapping[str, Any], prompt: int = 0
     ) -> None:
-        """Adds an answer with so many tokens."""
+        """Adds an answer and its number of tokens."""
         self._by_model.setdefault(model, ModelTotals()).add(prompt, completion, stats)
 
     def __iter__(self) -> Iterator[tuple[ModelId, ModelTotals]]:

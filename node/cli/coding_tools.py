@@ -56,7 +56,7 @@ class CodingTool:
     """A coding tool.
 
     `title` is its heading in docs/clients.md. `least_context` has room for its first request, which
-    that page gives as measured, and for an answer. `calls` says whether it works by calling tools.
+    that page gives as measured, and for an answer. `calls`: whether it works by calling tools.
     """
 
     command: str

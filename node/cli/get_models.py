@@ -59,7 +59,7 @@ def pull(
 ) -> None:
     """Download a model into the Hugging Face cache.
 
-    It goes on where an earlier download stopped. No node has to run; one that does sees the model
+    It continues where an earlier download stopped. No node has to run; one that does sees the model
     at once.
     """
     from ..store.hub_download import download

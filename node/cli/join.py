@@ -117,7 +117,7 @@ def join(
 def key(data_dir: DataDir = None) -> None:
     """Print the cluster's key, by which other nodes join.
 
-    `exo-node join` there takes it. Whoever has it is trusted like you. It is read from the data
+    `exo-node join` there takes it. Its holders are trusted like you. It is read from the data
     folder.
     """
     from ..trust.keys import KEY_FILE, load_or_create_cluster_key
@@ -135,7 +135,7 @@ def leave(yes: Yes = False, port: LocalPort = None, data_dir: DataDir = None) ->
     """Take this node out of its cluster.
 
     It forgets the key and founds a cluster of its own. The old key is kept beside the new one.
-    Others are told, if the node runs.
+    Other nodes are notified, if the node runs.
     """
     from ..trust.cluster_key import KeyFolder
     from ..trust.keys import KEY_FILE
@@ -162,8 +162,8 @@ def rekey(
 ) -> None:
     """Give the cluster a new key: a lost machine is out.
 
-    All nodes that can be reached get it and start anew with it, but those of --without. Answers in
-    progress end first. Whoever is left out has to join again.
+    All nodes that can be reached get it and restart with it, but those of --without. Answers in
+    progress end first. A node that is left out has to join again.
     """
     endpoint = connect(port, data_dir)
     if not yes:

@@ -105,7 +105,7 @@ def launch_tool(
 
 
 def _executable(tool: CodingTool) -> str:
-    """The path of the tool. Raises CallFailed that says how to install it."""
+    """The path of the tool. Raises CallFailed with the way to install it."""
     path = shutil.which(tool.command, path=environment().get("PATH"))
     if path is None:
         raise CallFailed(

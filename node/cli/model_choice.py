@@ -37,7 +37,7 @@ def choose(
 ) -> ModelChoice:
     """The named model, or else the loaded one, with room for what the tool needs. Loads nothing.
 
-    Raises InvalidSettings that says what is missing and which models would do, and CallFailed.
+    Raises InvalidSettings with what is missing and models that would do, and CallFailed.
     """
     if context is not None and context < tool.least_context:
         least = f"{tool.title} needs {_tokens(tool.least_context)}"

@@ -44,7 +44,7 @@ def list_models(
 ) -> None:
     """List the models on disk, and get others.
 
-    A running node is asked, and tells of its cluster; without one this machine's disk is read.
+    A running node lists those of its cluster; without one this machine's disk is read.
     """
     if context.invoked_subcommand is not None:
         return

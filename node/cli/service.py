@@ -146,7 +146,7 @@ def _job(home: Path, system_user: str, command: list[str]) -> bytes:
 
 
 def _job_fault(text: str) -> str:
-    """Why a job does not run, from what `launchctl print` says of it."""
+    """Why a job does not run, from the output of `launchctl print`."""
     # The first of each: what follows are the states of what the job uses.
     facts = dict(reversed(re.findall(r"^\s*(state|last exit code) = (.*)$", text, re.MULTILINE)))
     if facts.get("state") == "running":

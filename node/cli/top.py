@@ -189,7 +189,7 @@ def _rate(now: float, before: float, seconds: float) -> float | None:
 def top_text(state: Json, clock: str, trouble: str = "", width: int | None = None) -> str:
     """The text of a snapshot, in lines of at most `width` characters where one is given.
 
-    `trouble` says why there is none newer.
+    `trouble`: why there is none newer.
     """
     cluster: Json = state["cluster"]
     nodes: list[Json] = cluster.get("nodes", [])

@@ -106,8 +106,8 @@ class DesiredPlacements:
         self.change(model, used_at=self._clock())
 
     def extend_stay(self, model: ModelId, keep_alive_s: float, *, trusted: bool) -> None:
-        """A request says how long the model stays. Not `trusted`: that lengthens its stay at most,
-        up to the setting, since another user of the machine may not unload what all use."""
+        """Sets how long the model stays, for a request. One that is not `trusted` can only lengthen
+        it, up to the setting: another user of the machine may not unload what all use."""
         if not trusted:
             keep_alive_s = min(keep_alive_s, self._keep_alive_s)
             if keep_alive_s <= self._stay_s(model):

@@ -58,9 +58,9 @@ class Announcement:
 
 @dataclass(frozen=True, slots=True)
 class DiscoveredPeer:
-    """An address that may be a node of that cluster; only TLS says whether it is.
+    """An address that may be a node of that cluster; only TLS shows whether it is.
 
-    One with this node's own id is a second process with its data folder, or says that it is.
+    One with this node's own id is a second process with its data folder, or pretends to be.
     """
 
     node: NodeId

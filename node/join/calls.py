@@ -88,7 +88,7 @@ class CallState:
         self.calls[address] = JoinCall(max(0.0, self.quiet.pop(address, now) - now))
 
     def ask_again(self) -> None:
-        """A person says that closed clusters are asked; each is called every `look_again_s`."""
+        """Asks closed clusters, at a person's request; each is called every `look_again_s`."""
         self.closed = frozenset()
         self.closed_names.clear()
 

@@ -74,7 +74,7 @@ class _LayerProfile(BaseModel):
     mtp_speedup: Annotated[float, Field(ge=0, le=MAX_SPEEDUP)] = 0.0
 
     def seconds(self, layers: int, *, tail: bool) -> float:
-        """A plain step of so many layers."""
+        """A plain step of `layers` layers."""
         return layers * self.decode_s + (self.tail_s if tail else 0.0)
 
     def scaled(self, factor: float) -> Self:

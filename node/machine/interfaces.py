@@ -45,8 +45,8 @@ def own_interfaces() -> list[Interface]:
 
 @cache
 def wireless_names() -> frozenset[str]:
-    """The interfaces that are wireless, as the system says: en0 is Wi-Fi on a MacBook and a cable
-    on a Mac Studio."""
+    """The wireless interfaces, by the system's own list: en0 is Wi-Fi on a MacBook and a cable on a
+    Mac Studio."""
     if sys.platform == "darwin":
         return parse_hardware_ports(output_of("networksetup", "-listallhardwareports") or "")
     return frozenset(path.parent.name for path in Path("/sys/class/net").glob("*/phy80211"))

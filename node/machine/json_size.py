@@ -21,7 +21,7 @@ class Room:
     elements: int = MAX_ELEMENTS
 
     def take(self, containers: int, elements: int) -> bool:
-        """Whether there is room for so many; they are taken if so."""
+        """Whether there is room for `count`; they are taken if so."""
         if containers > self.containers or elements > self.elements:
             return False
         self.containers, self.elements = self.containers - containers, self.elements - elements

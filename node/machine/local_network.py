@@ -1,7 +1,7 @@
 """macOS's permission for the local network, without which nodes never find each other.
 
 From macOS 15 on a program that has no permission gets EHOSTUNREACH ("no route to host") for what it
-sends to the local network, and hears no multicast. Programs of Terminal and of ssh, root's, and
+sends to the local network, and receives no multicast. Programs of Terminal and of ssh, root's, and
 daemons of launchd need none; LaunchAgents and other terminals do (Apple, TN3179: Understanding
 local network privacy).
 """
@@ -25,12 +25,12 @@ REMEDY: Final = (
     "is shown start it from Terminal, or install it with `exo-node service install --system`"
 )
 _DISCARD: Final = 9
-"""The port whose datagrams nobody answers (RFC 863)."""
+"""The port whose datagrams are not answered (RFC 863)."""
 _LOOK_EVERY_S: Final = 60.0
 
 
 class LocalNetwork:
-    """Looks once a minute whether macOS lets this node reach others; `trouble` says why it does
+    """Looks once a minute whether macOS lets this node reach others; `trouble`: why it does
     not, or is empty."""
 
     trouble: str = ""
@@ -45,7 +45,7 @@ class LocalNetwork:
 
 
 def refusal(interfaces: Iterable[Interface], send: Callable[[str], None] | None = None) -> str:
-    """Why no other machine can be reached, or "" where one can, or nothing tells.
+    """Why no other machine can be reached, or "" where one can, or it is unknown.
 
     A firewall lets a datagram out, and without a network there is no address to send from: what
     fails with "no route to host" although an interface is up was refused by macOS. `send`: sends

@@ -138,7 +138,7 @@ class _FileHandler(RotatingFileHandler):
         self._faults = LineLimit(1, 60.0)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Says on stderr, once a minute, that the disk refuses; else a traceback for each line."""
+        """Reports a full disk on stderr, once a minute; else a traceback for each line."""
         fault = sys.exc_info()[1]
         if not isinstance(fault, OSError):
             super().handleError(record)
@@ -148,7 +148,7 @@ class _FileHandler(RotatingFileHandler):
                 print(f"{text}{self._faults.left_out()}", file=sys.stderr, flush=True)
 
     def doRollover(self) -> None:
-        """Goes on in the same file where it cannot be renamed: no line is lost for its length."""
+        """Continues in the same file where it cannot be renamed: no line is lost for its length."""
         try:
             super().doRollover()
         except OSError:

@@ -1,6 +1,6 @@
 """The periods, timeouts and backoffs of a node, in seconds.
 
-The fields of `Timing` are the base values; each property derives one more and says why its factor.
+The fields of `Timing` are the base values; each property derives one more and explains its factor.
 
 `LAN` is for real use. `LOCAL` is for several nodes on one machine, such as tests: it shortens the
 backoffs, because a person waits for them, and lengthens the drain, because answers are slow where

@@ -16,7 +16,7 @@ _SLEPT_S: Final = 30.0
 
 
 def seconds() -> float:
-    """A clock that goes on while the machine sleeps, and that nobody sets."""
+    """A clock that runs while the machine sleeps, and that cannot be set."""
     if sys.platform == "linux":
         return time.clock_gettime(time.CLOCK_BOOTTIME)
     return time.clock_gettime(time.CLOCK_MONOTONIC)  # it stands still on Linux only

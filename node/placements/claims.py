@@ -225,7 +225,7 @@ class Claims:
 
 @contextmanager
 def _ending(work: "asyncio.Future[Any]") -> Generator[None]:
-    """Ends the work with the block; its error is not reported where nobody asked for it."""
+    """Ends the work with the block; its error is dropped if the block did not await it."""
     try:
         yield
     finally:

@@ -116,13 +116,13 @@ class LoadedPlacement:
     is_unloaded: bool = False
     """The reconciler unloads its runners: its end is no loss."""
     is_superseded: bool = False
-    """The event that says so was added."""
+    """Whether the event of it was added."""
     pause_since: float = -inf
     """The time of the failure that the last event about a pause names."""
 
     @property
     def plan(self) -> NodePlan:
-        """The planner's choice; `stages` says where the stages are now."""
+        """The planner's choice; `stages`: where the stages are now."""
         return self.staged.plan
 
     @property

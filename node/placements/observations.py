@@ -219,7 +219,7 @@ def _unreached(runner: StageRunner, why: str) -> LoadFailed:
 
 
 def _adopted(key: RunnerKey, state: pb.StageState, now: float) -> StageRunner | None:
-    """A runner that another head loaded; None where it says too little of its placement."""
+    """A runner that another head loaded, or None where it reports too little of its placement."""
     if state.status == "failed" or (plan := plan_from_wire(state.spec)) is None:
         return None
     ready = state.ready if state.HasField("ready") else None

@@ -228,7 +228,7 @@ class PlacementRecords:
             self._observations.proven.discard(model)
 
     def _note_pause(self, here: Situation, desired: Desired) -> None:
-        """Says so where a load waits for the end of a pause."""
+        """Records an event if backoff delays a load."""
         records = self.of_model(desired.model)
         record = next((each for each in records if each.is_former), next(iter(records), None))
         current = here.current(desired)

@@ -118,7 +118,7 @@ class NodeFactsSource:
     def split_refusal(self, model: ModelId) -> SplitRefusal:
         """The strictest refusal among the nodes that checked whether the model may be split.
 
-        A stage that nobody has checked is checked when it is first loaded.
+        An unchecked stage is checked when it is first loaded.
         """
         refusals_of_nodes = (
             refusal for member in self._cluster.members() for refusal in member.facts.split_refusals

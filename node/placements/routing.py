@@ -35,7 +35,7 @@ class ReplicaRoute:
 def admit(
     here: Situation, desired: Desired, prefixes: _Prefixes | None = None
 ) -> ReplicaRoute | None:
-    """The placement for a new answer, or None: it has to wait.
+    """The placement for a new answer, or None if it has to wait.
 
     One that is being replaced serves until its successor is connected. `prefixes`: what replicas
     have cached of its prompt, as far as that is known.

@@ -246,7 +246,7 @@ class Situation:
     def is_requested_since(self, desired: Desired, placement: ObservedPlacement) -> bool:
         """Whether a person requested the model after the placement's last load.
 
-        What another head loaded, this one may first hear of after a request of its own.
+        What another head loaded, this one may first learn of after a request of its own.
         """
         own = [runner.since for runner in placement.owners.values() if not runner.adopted]
         if own:

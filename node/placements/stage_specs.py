@@ -1,6 +1,6 @@
 """The one builder of stage specifications, for nodes and for the commands that examine a model.
 
-A specification is what a runner is told, and all that can change an answer is in it. So `exo-node
+A specification is sent to a runner; all that can change an answer is in it. So `exo-node
 bench` and `exo-node verify` see what a node runs only as long as both are built here.
 """
 

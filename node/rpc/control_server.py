@@ -217,7 +217,7 @@ class ControlServer:
 
 
 def _require_free(host: str, port: int) -> None:
-    """Raises OSError where another process listens there; other faults are gRPC's to find."""
+    """Checks that the port is free. Raises OSError if not; other faults are gRPC's to find."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

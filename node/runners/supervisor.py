@@ -42,7 +42,7 @@ class RunnerHost:
     timing: Timing
     load_timeout_s: float = LOAD_TIMEOUT_S
     memory_bytes: int = 0
-    """The most that all stages together may be promised; 0: no limit."""
+    """The most that all stages together may be promised, or 0 for no limit."""
 
 
 class RunnerProcess:
@@ -312,7 +312,7 @@ class Supervisor:
             await runner.stop(kill=kill)
 
     def cpu_s_of(self, placement: str, stage: int) -> float | None:
-        """The CPU time that the runner of a stage has used; None: no runner of it serves here."""
+        """The CPU time that the runner of a stage has used, or None without a serving runner."""
         runner = self._runners.get((placement, stage))
         return None if runner is None else runner.serving_cpu_s
 

@@ -38,7 +38,7 @@ _AT_ONCE: Final = 2
 _PAUSE_TICKS: Final = 4
 """A request to pause or cancel waits so long for the thread to end."""
 _STALLED_S: Final = 5.0
-"""A download without news for so long has no speed, and nobody knows when it ends."""
+"""A download without news for so long has no speed and no expected end."""
 _LOG: Final = logging.getLogger(__name__)
 
 Download = Callable[[str, str | None, Callable[[Progress], None], StopSignal], object]

@@ -140,7 +140,7 @@ def in_daemon(work: Callable[[], T], name: str) -> Future[T]:
 
 
 async def stoppable(work: Callable[[StopSignal], T], name: str) -> T:
-    """The outcome of the work, whose thread is told to stop once this is cancelled."""
+    """The outcome of the work, whose thread is stopped once this is cancelled."""
     stop = StopSignal()
     try:
         return await asyncio.wrap_future(in_daemon(lambda: work(stop), name))

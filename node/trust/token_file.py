@@ -58,7 +58,7 @@ class TokenFile(BaseModel):
     format: Literal[1] = 1
     tokens: Annotated[tuple[StoredToken, ...], Field(max_length=_MAX_TOKENS)] = ()
     off: bool = False
-    """There is no token, and the node's user said that no key is asked for."""
+    """There is no token, and the node's user chose that no key is required."""
 
 
 _USES: Final = TypeAdapter(dict[str, Annotated[int, Field(ge=0, lt=2**40)]])

@@ -2,7 +2,7 @@
 how the publisher makes one embedding of all hidden states.
 
 The latter is in sentence-transformers' files: `modules.json` lists the steps,
-`1_Pooling/config.json` says how hidden states are pooled, and `sentence_bert_config.json` how many
+`1_Pooling/config.json` sets how hidden states are pooled, and `sentence_bert_config.json` how many
 tokens are read.
 """
 
@@ -153,7 +153,7 @@ def embedder_facts(
 def require_pooling(folder: Path, config: Mapping[str, Any], pooling: str) -> None:
     """Checks that `pooling` gives the embeddings that the files declare. Raises InvalidCheckpoint.
 
-    `pooling` is "" if nothing says how the model pools.
+    `pooling` is "" if no file sets it.
     """
     published, computed = pooling_of(folder), ("last", "cls", "mean")
     if not is_encoder(config):  # hidden states of earlier chunks are gone

@@ -64,7 +64,7 @@ class GgufFile:
                 raise self.fault(f"overlaps {quote(last)}", tensor.name)
             end, last = tensor.offset + sizes[tensor.name], tensor.name
             if end > self.size:
-                raise self.fault("ends behind the end of the file", tensor.name)
+                raise self.fault("ends after the end of the file", tensor.name)
 
     def fault(self, what: str, tensor: str | None = None) -> InvalidCheckpoint:
         return fault(self.path, what, tensor=tensor, remedy=_REMEDY)

@@ -230,7 +230,7 @@ def parse_json(path: Path, raw: bytes, *, strict: bool) -> object:
 
 
 def text_of(raw: bytes) -> str:
-    """A text without its byte order mark, which also says whether it is UTF-16 or UTF-32; else
+    """A text without its byte order mark, which also shows whether it is UTF-16 or UTF-32; else
     UTF-8. Raises UnicodeDecodeError."""
     marked = raw.startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     return raw.decode(json.detect_encoding(raw) if marked else "utf-8")

@@ -13,7 +13,7 @@ from .python_source import statements
 
 
 def has_class(config: Mapping[str, Any]) -> bool:
-    """Whether the model of this config.json can be run, as far as its type says."""
+    """Whether the model of this config.json can be run, as far as its type shows."""
     kind: object = config.get("model_type")
     if not isinstance(kind, str):
         return False

@@ -2,7 +2,7 @@
 file as it comes in pieces from another runner.
 
 A file is hostile input until its checksums have matched: it may be torn, altered, renamed, or
-replaced by a link or a pipe. They are no proof against an author who computes them anew; the
+replaced by a link or a pipe. They are no proof against an author who computes them again; the
 folder, which only the node's user may enter, is.
 """
 

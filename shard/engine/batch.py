@@ -71,7 +71,7 @@ class Batch:
         """Whether the head drafted for the last round."""
 
     def issue(self, running: int) -> IssuedRound | None:
-        """Builds the next round and begins its evaluation; None: one in flight must be read first.
+        """Builds the next round and begins its evaluation, or None if one in flight must be read.
 
         `running`: requests in progress, of which some may join soon.
         """
@@ -193,7 +193,7 @@ class Batch:
 
     def _set_positions(self) -> None:
         """Sets them for the forwards of the target and the head until others build theirs."""
-        self._target.rope_positions.behind([request.delta for request in self.requests])
+        self._target.rope_positions.set_deltas([request.delta for request in self.requests])
 
     def _new_drafter(self, states: Sequence[DraftState | None]) -> Drafter | None:
         if self._draft_model is None or not any(states):

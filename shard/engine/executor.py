@@ -133,7 +133,7 @@ class LocalExecutor:
         begin, end = draft.rows, draft.rows + draft.unread_rows
         positions, images = self._target.rope_positions, request.images
         if images is None or not images.touches(begin, end + 1):
-            positions.behind([0 if images is None else images.delta_at(begin)])
+            positions.set_deltas([0 if images is None else images.delta_at(begin)])
             read_rows(self._draft_model, draft)
             return
         positions.at(images.places(begin, end))

@@ -193,7 +193,7 @@ class PipelineExecutor:
             ids += [last_token, *round_.tokens[:-1], *padding]
             last_token = round_.tokens[-1]
         state = self._states[request]
-        self._model.rope_positions.behind([request.delta])
+        self._model.rope_positions.set_deltas([request.delta])
         out = replay_forwards(self._model, as_row(ids)[None], None, state.caches, forwards)
         data = to_bytes(out)
         mx.eval(cache_arrays(state.caches))

@@ -99,7 +99,7 @@ class PrefillForward:
             )
             rows = as_row(self.ids(0))
             return [target.forward(rows, state.caches, want=want, embeddings=embeddings)]
-        target.rope_positions.behind([0])
+        target.rope_positions.set_deltas([0])
         caches = [state.caches for state in self.states.values()]
         rows = [as_row(self.ids(index)) for index in range(len(caches))]
         batch_target = cast("FamilyTarget", target)

@@ -182,12 +182,12 @@ def set_places(
     """Sets the positions and the mask of a forward over the rows [begin, end) of a prompt. Returns
     what it reads in place of its ids' embeddings, if any row is an image's."""
     if images is None or not images.touches(begin, end):
-        positions.behind([0 if images is None else images.delta_at(begin)])
+        positions.set_deltas([0 if images is None else images.delta_at(begin)])
         return None
     embeddings = images.embeddings(begin, end)
     if images.has_places:
         positions.at(images.places(begin, end), images.deep(begin, end))
     else:
-        positions.behind([0])
+        positions.set_deltas([0])
     positions.join(images.ids(begin, end))
     return embeddings

@@ -56,7 +56,7 @@ class Parameters:
     grammar: GrammarMatcher | None = None
     """A grammar that the answer must match, in its initial state; used by this attempt only."""
     loop_limits: LoopLimits | None = None
-    """Limits of an answer that repeats itself, never of one under a grammar; None: it has none."""
+    """Limits of an answer that repeats itself, never of one under a grammar; or None."""
     images: Sequence[PreparedImage] = ()
     """The images of the prompt's rows with ids below 0, in order."""
     received: ReceivedPrefix | None = None
@@ -71,13 +71,12 @@ class Parameters:
 
     @property
     def k(self) -> int:
-        """Drafts per round, at most; 0: none."""
+        """Drafts per round, at most."""
         return self.drafting.num_draft_tokens
 
     @property
     def top_logprobs(self) -> int | None:
-        """Alternatives whose log-probabilities are returned with each token's; None: no
-        log-probabilities at all."""
+        """Alternatives whose log-probabilities are returned with each token's, or None without."""
         return self.output.top_logprobs if self.output.HasField("top_logprobs") else None
 
     @property
@@ -102,7 +101,7 @@ class Parameters:
         return StopStrings(self.limits.stop, self.answer_format, self.prompt)
 
     def loop_guard(self) -> LoopGuard | None:
-        """A guard against loops, for one run of the answer; None: it may repeat itself."""
+        """A guard against loops, for one run of the answer; None if it may repeat itself."""
         if self.loop_limits is None or self.grammar is not None or self.sampling.min_tokens:
             return None
         return LoopGuard(self.loop_limits, self.prompt, self.answer_format.calls)

@@ -181,7 +181,7 @@ class StageWorker:
         if block.places:
             positions.at(mx.array(block.places, dtype=mx.int32).reshape(3, -1))
         else:
-            positions.behind(deltas)
+            positions.set_deltas(deltas)
         positions.join(block.tokens)
         (request,) = requests
         state = self._rounds.groups.take(request)
@@ -265,7 +265,7 @@ class StageWorker:
         state = self._prefixes.restore(request.queried_prefix, rows, live)
         if state is None:
             raise StateLost(
-                f"stage {self._expected.stage} has lost the state behind the prompt's first "
+                f"stage {self._expected.stage} has lost the state after the prompt's first "
                 f"{rows} rows"
             )
         self._rounds.groups.single[request] = state

@@ -85,7 +85,7 @@ class StageRounds(Generic[K]):
         is_ordered = places == list(range(len(places)))
         if entering is not None and not is_ordered:
             entering = entering[mx.array(places)]
-        self._model.rope_positions.behind([deltas[place] for place in places])
+        self._model.rope_positions.set_deltas([deltas[place] for place in places])
         leaving = self._model.hidden(ids, entering, group.caches.caches)
         if not is_ordered:
             leaving = leaving[mx.array([places.index(i) for i in range(len(places))])]

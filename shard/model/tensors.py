@@ -74,7 +74,7 @@ def numeric_error(position: int, dtype: str, *, alone: bool) -> NumericError:
     `alone`: whether the generator holds the whole model. If not, the hidden states of the other
     stages were finite, so its norm or lm_head is at fault.
     """
-    part = "stage 0" if alone else "stage 0 (its norm and lm_head, behind the last stage)"
+    part = "stage 0" if alone else "stage 0 (its norm and lm_head, after the last stage)"
     return NumericError(
         f"{part} gave logits that are not finite for the token at position {position}, in {dtype}; "
         f"{REMEDY}"

@@ -160,7 +160,7 @@ def check_prefix(prefix: pb.PrefixQuery, expected: StageLimits) -> None:
         )
     if not set(prefix.held) <= set(accumulate(schedule)):
         raise InvalidFrame(
-            "prefix.held must be rows behind forwards of prefix.schedule", param="prefix.held"
+            "prefix.held must be rows after forwards of prefix.schedule", param="prefix.held"
         )
 
 
@@ -213,7 +213,7 @@ def _member_checks(hidden: pb.Hidden, expected: StageLimits) -> Iterator[_Check]
     yield (
         "members",
         len(members) == 1 or (hidden.rows == 1 and hidden.reply == pb.REPLY_ALL),
-        "one, unless each has one row behind its prompt",
+        "one, unless each has one row after its prompt",
     )
     yield (
         "members.position",

@@ -232,8 +232,8 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         return encoding
 
     async def _images(self, pictures: Sequence[pb.Image], client: bytes) -> list[PreparedImage]:
-        """Raises InvalidRequest naming the field of an image that cannot be read, or that does not
-        fit the context beside those before it: the rest are not decoded."""
+        """Decodes a request's images. Raises InvalidRequest naming the field of one that cannot be
+        read, or does not fit the context beside those before it: the rest are not decoded."""
         if not pictures:
             return []
         files = [(file.data, file.field or "images") for file in pictures]

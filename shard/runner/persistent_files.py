@@ -58,7 +58,7 @@ def shared_prefix_key(spec: pb.StageSpec, loaded: Loaded) -> str:
 
 
 def _prefix_parts(spec: pb.StageSpec, loaded: Loaded, weights: object) -> tuple[object, ...]:
-    """Everything but the ids that decides the bits of a prefix. `weights` tells those apart whose
+    """Everything but the ids that decides the bits of a prefix. `weights` separates those whose
     headers are alike."""
     # The rows that reach a stage have the bits of the machines and layers before it.
     before = [(each.node, each.end_layer) for each in spec.plan.stages[: spec.stage]]

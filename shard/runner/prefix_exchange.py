@@ -73,10 +73,10 @@ class PrefixFetcher:
                 received = await self._receive(source, request)
         except (ExoNodeError, grpc.RpcError, TimeoutError, ValueError) as fault:
             why = _reason(fault)
-            log.warning("the state behind a prompt was not copied from %s: %s", source.node, why)
+            log.warning("the state after a prompt was not copied from %s: %s", source.node, why)
             return None
         seconds = time.monotonic() - began_at
-        text = "copied the state behind %d rows of a prompt from %s: %d bytes in %.2f s"
+        text = "copied the state after %d rows of a prompt from %s: %d bytes in %.2f s"
         log.info(text, received.rows, source.node, received.size, seconds)
         return received
 
@@ -180,7 +180,7 @@ class PrefixSender:
             )
             pieces = await asyncio.wrap_future(self._compute.submit(find))
             if pieces is None:
-                raise StateLost("the state behind the prompt is not cached any more")
+                raise StateLost("the state after the prompt is not cached any more")
             async with aclosing(_chunks(pieces())) as chunks:
                 async for chunk in chunks:
                     yield chunk

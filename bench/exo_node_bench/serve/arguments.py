@@ -39,7 +39,7 @@ def parse_servers(texts: Sequence[str]) -> dict[str, str]:
 
 
 def is_host_name(name: str) -> bool:
-    """Whether a server's name would tell readers of the page how this machine is called."""
+    """Whether a server's name would show this machine's name to readers of the page."""
     return name.casefold() in {
         part.casefold() for host in [socket.gethostname()] for part in (host, host.split(".")[0])
     }

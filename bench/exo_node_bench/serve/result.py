@@ -35,7 +35,7 @@ class StageNode(_Part):
 
 
 class Model(_Part):
-    """The model that answered; fields that the server does not tell are null."""
+    """The model that answered; fields that the server does not send are null."""
 
     id: str = Field(description="the last part, where the server gives a path")
     quantization_bits: int | None = None

@@ -23,7 +23,7 @@ _REFUSED: Final = frozenset({429, 503})
 
 
 class UnusableServer(ExoNodeError):
-    """A server that cannot be measured; the message says why and what to do."""
+    """A server that cannot be measured; the message has the reason and the remedy."""
 
     def __init__(self, message: str) -> None:
         """The message becomes one line without control characters: it may quote the server."""

@@ -4,7 +4,7 @@ bodies.py: request bodies: strict and tolerant schemas, with the nearest field's
 connection_limits.py: limits on connections, headers and the time that a request may take to
     arrive
 content_encoding.py: bodies that a client has compressed
-dialects.py: what a dialect is: a body, its parser, a renderer, errors; and which one a path speaks
+dialects.py: what a dialect is: a body, its parser, a renderer, errors; and which one a path has
 drain.py: a node that stops: it refuses new work and waits for requests in progress
 errors.py: the error tree as HTTP answers
 guard.py: Host, Origin, key, body size: the checks before a handler runs

@@ -100,7 +100,7 @@ class ResponseRenderer:
         return self.closing(fault) + self.last(self.final(fault))
 
     def closing(self, end: End) -> bytes:
-        """The events before the last one. What a cancelled answer has said so far stays."""
+        """The events before the last one. The text of a cancelled answer stays."""
         frames = self.beginning()
         match end:
             case Finished():

@@ -120,7 +120,7 @@ class ResponseRun:
         """Stores the response, once, before its first event is in the log.
 
         Raises ResponsesUnavailable and PreviousResponseNotFound for one in the background. Another
-        is answered all the same, and says why it is not stored.
+        is answered all the same, with the reason why it is not stored.
         """
         self._beginning = self._beginning or asyncio.create_task(self._begin())
         await asyncio.shield(self._beginning)

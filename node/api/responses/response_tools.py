@@ -110,7 +110,7 @@ class ToolSet:
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """A tool that is no namespace. `about`: what its namespace says of all of its tools."""
+    """A tool that is no namespace. `about`: its namespace's description."""
 
     tool: ResponsesTool
     namespace: str | None = None

@@ -251,7 +251,7 @@ def stored_items(items: list[Json], response: str) -> list[Json]:
 
 
 def place_of(item: str) -> ItemPlace | None:
-    """The response that gave an item this id, and the part of it; None: no response did."""
+    """The response that gave an item this id, and the part of it, or None."""
     match = re.fullmatch(r"(item|msg)_([0-9a-f]+)_[0-9]+", item)
     if match is None:
         return None

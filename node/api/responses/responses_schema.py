@@ -68,7 +68,7 @@ class InputItem(HistoryBody):
 
     @property
     def kind(self) -> str:
-        """The type, or what its fields tell."""
+        """The type, or the one that its fields imply."""
         return self.kind_of(self.type, _KINDS)
 
     @property

@@ -138,7 +138,7 @@ class StoredResponsesApi:
 
 
 def _starting_after(values: Mapping[str, str]) -> int | None:
-    """The number of the event to continue after, -1 for all; None: no stream."""
+    """The number of the event to continue after, -1 for all, or None without a stream."""
     is_stream = values.get("stream", "").lower() == "true"
     text = values.get("starting_after")
     if text is None:

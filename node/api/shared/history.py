@@ -60,7 +60,7 @@ class HistoryBody(TolerantBody):
         return all(getattr(self, name) is None for name in type(self).model_fields)
 
     def kind_of(self, type: str | None, kinds: Mapping[str, str]) -> str:
-        """The type, or else the one that a field tells. `kinds`: the types by fields; "" if empty.
+        """The type, or the one that a field implies, or "". `kinds`: the types by fields.
 
         The last one is that of whatever else it has.
         """

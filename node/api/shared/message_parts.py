@@ -96,7 +96,7 @@ class Part(HistoryBody):
 
     @property
     def kind(self) -> str:
-        """The type, or what its fields tell."""
+        """The type, or the one that its fields imply."""
         return self.kind_of(self.type, _KINDS)
 
 

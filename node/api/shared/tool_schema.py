@@ -126,7 +126,7 @@ class ToolName:
 
 @dataclass(frozen=True, slots=True)
 class CallChoice:
-    """`named`: the one tool that it must call. `allowed`: those that it may call; None: all.
+    """`named`: the one tool that it must call. `allowed`: those that it may call, by default all.
 
     `hosted`: the type of a tool that the vendor's own servers run; the model is then free.
     """

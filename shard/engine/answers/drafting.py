@@ -54,7 +54,7 @@ class DraftControl:
             log.warning("%s", self.parked_reason)
 
     def check(self, k: int) -> None:
-        """Raises InvalidRequest if a request asks for more drafts than this runner allows."""
+        """Checks a request's K against this runner's most. Raises InvalidRequest."""
         if not 0 <= k <= self.max_k:
             raise InvalidRequest(
                 f"num_draft_tokens {k} is not in this runner's range of 0 to {self.max_k}",

@@ -235,7 +235,7 @@ class TextEngine:
             self.cancel(request)
 
     def _check_name(self, parameters: Parameters) -> None:
-        """Raises InvalidRequest if the request's name and attempt are in progress already."""
+        """Checks that the request's attempt is not in progress already. Raises InvalidRequest."""
         name, attempt = key = parameters.key
         if key in self._engine.keys:
             raise InvalidRequest(

@@ -130,7 +130,7 @@ def _draft_from(
         return None
     parts = _columns(head["spans"], arrays)
     cache = joined(parts[0]) if parts else None
-    return DraftState.behind(cache, head["rows"], arrays.get(_HIDDEN), ids)
+    return DraftState.with_unread(cache, head["rows"], arrays.get(_HIDDEN), ids)
 
 
 def _names_in(spans: Iterable[Iterable[Mapping[str, Any] | None]]) -> list[str]:

@@ -45,7 +45,7 @@ class ExpectedPrefix:
     context_length: int
 
     def check(self, description: Mapping[str, Any]) -> None:
-        """Raises ValueError, or a parser's error, unless a file's description is one of them."""
+        """Checks a file's description. Raises ValueError, or a parser's error."""
         if description["key"] != self.key:
             raise ValueError("it is of another model, or of another kind of machine")
         rows, name = description["rows"], description["name"]

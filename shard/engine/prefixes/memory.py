@@ -245,7 +245,7 @@ class PrefixCache:
         if path.drafts and (last := node.drafter) is not None:
             rows = rows_in(drafter_spans(nodes), 0)
             cache = joined(rows) if rows else None
-            draft = DraftState.behind(cache, last.end, pending_of(nodes), path.ids)
+            draft = DraftState.with_unread(cache, last.end, pending_of(nodes), path.ids)
         mx.eval(cache_arrays(caches))
         first_turn = next((each.end for each in nodes if each.first_turn), 0)
         tier, node.tier = node.tier, "memory"

@@ -30,7 +30,7 @@ class DraftState:
     """The hidden state (1, 1, H) of the prompt's last row, until its next token is sampled."""
 
     @classmethod
-    def behind(
+    def with_unread(
         cls, cache: RowCache | None, rows: int, hidden: mx.array | None, ids: Sequence[int]
     ) -> "DraftState":
         """A state whose unread rows have `hidden` (1, n, H). `ids`: the prompt's, beyond them."""

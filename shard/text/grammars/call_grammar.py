@@ -129,7 +129,7 @@ def _ways(
 
 
 def _named(tool: Tool, argument: str = "") -> str:
-    """A comment that says what the rules below it are for, on a line of its own."""
+    """A comment about the purpose of the rules below it, on a line of its own."""
     name, argument = (json.dumps(text)[1:-1] for text in (tool["name"], argument))
     return f"{COMMENT}the tool '{name}'{argument}\n"
 

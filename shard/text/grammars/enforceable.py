@@ -75,7 +75,7 @@ def enforceable(root: Any) -> Any:
     """A copy of a schema without what has no effect, and with look-aheads written otherwise.
 
     `uniqueItems`, and a pattern that cannot be enforced beside a format that is, are left out:
-    `unenforced` names them. An object that declares properties and says nothing of others has no
+    `unenforced` names them. An object that declares properties and does not mention others has no
     others, or a model could add them without end. Bounds beyond 18 digits are narrowed to them.
     Raises SchemaFault, which names the place.
     """

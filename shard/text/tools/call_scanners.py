@@ -141,7 +141,7 @@ class Scanner(ABC):
 
     @property
     def _may_hold(self) -> bool:
-        """Whether the unread text may have any length: no search in it begins anew."""
+        """Whether the unread text may have any length: no search in it restarts."""
         return False
 
     @property
@@ -150,7 +150,7 @@ class Scanner(ABC):
         """The pattern of the text that ends a section."""
 
     def _match(self, pattern: str) -> Any:
-        """The match of `pattern` where the rest begins; False if more text is needed to tell."""
+        """The match of `pattern` where the rest begins; False if more text is needed."""
         match = compiled(pattern).match(self.rest, partial=not self._has_ended)
         return False if match and match.partial else match
 

@@ -246,7 +246,7 @@ class _Values:
             raise self._file.fault("is not float32, or of another size than half a head", _ROPE)
         factors = np.fromfile(self._file.path, "<f4", tensor.elements, offset=tensor.offset)
         if len(factors) < tensor.elements:
-            raise self._file.fault("ends behind the end of the file", _ROPE)
+            raise self._file.fault("ends after the end of the file", _ROPE)
         scaling = {
             "rope_type": "llama3",
             "factor": float(factors.max()),

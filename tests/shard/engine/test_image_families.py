@@ -269,7 +269,7 @@ def test_a_prompts_last_forward_gives_the_logits_of_one_row(folder: Path) -> Non
 def test_text_is_bit_for_bit_what_it_was(folder: Path) -> None:
     """With layers of mlx-lm's own classes."""
     model, ids = loaded(folder).model, mx.array([[5, 9, 77, 3, 120] * 12])
-    model.rope_positions.behind([0])
+    model.rope_positions.set_deltas([0])
     ours = logits(model, ids)
     changed = [(layer, type(layer)) for layer in model.own_layers]
     try:

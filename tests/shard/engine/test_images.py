@@ -144,7 +144,7 @@ def test_text_is_bit_for_bit_what_it_was() -> None:
     prompt = [5, 9, 77, 3, 120] * 12
     placed = loaded().model
     caches = placed.make_caches()
-    placed.rope_positions.behind([0])
+    placed.rope_positions.set_deltas([0])
     ids = mx.array([prompt])
     with_ropes = placed.model(ids, cache=caches)
     ropes = [m for _, m in placed.model.named_modules() if type(m) is PlacedRope]

@@ -151,5 +151,5 @@ def _keep(cache: PrefixCache, prompt: list[int], *, drafts: bool = False) -> Non
         _ = rows.update_and_fetch(added, added)
         state[0] = mx.ones((1, 4))
         hidden = mx.ones((1, end, 4))
-        draft = DraftState.behind(KVCache(), 0, hidden, prompt) if drafts else None
+        draft = DraftState.with_unread(KVCache(), 0, hidden, prompt) if drafts else None
         _ = cache.insert(path.up_to(end), State([rows, state], end, draft), 0)

@@ -172,7 +172,7 @@ def test_a_broken_model_ends_its_answer_with_stage_position_and_dtype(k: int) ->
         (1, "stage 0 (layers 0-1) gave hidden states"),
         (2, "stage 1 (layers 2-3) gave hidden states"),
         (5, "stage 2 (layers 4-5) gave hidden states"),
-        (None, "stage 0 (its norm and lm_head, behind the last stage) gave logits"),
+        (None, "stage 0 (its norm and lm_head, after the last stage) gave logits"),
     ],
 )
 def test_the_stage_of_a_pipeline_that_broke_first_is_named(layer: int | None, message: str) -> None:

@@ -132,7 +132,7 @@ def test_an_answer_begins_behind_the_state_of_another_runner(
         with caplog.at_level(logging.INFO):
             finished = await target.ask(SECOND, k, prefix_source=wire)
         assert (finished.stats.cached_tokens, finished.stats.cached_tier) == (460, "peer")
-        assert "copied the state behind 460 rows" in caplog.text
+        assert "copied the state after 460 rows" in caplog.text
         again = await target.ask(SECOND, k, prefix_source=wire)
         assert (again.stats.cached_tokens, again.stats.cached_tier) == (460, "memory")
         assert target.engine.prefix_hits == {"peer": 460, "memory": 460}
