@@ -11,8 +11,8 @@ import grpc.aio
 
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.timing import LAN, Timing
-from exo_node.node.rpc.callers import PeersOnly
 from exo_node.node.rpc.channels import Channels
+from exo_node.node.rpc.control_server import PeersOnly
 from exo_node.node.rpc.model_files import FileSource, ModelFilesClient, ModelFilesService, Range
 from exo_node.node.store.fetching import ModelFetcher
 from exo_node.node.store.library import ModelLibrary

@@ -20,10 +20,6 @@ NEAR: Final = 8
 """Tokens of a change, and tokens that it replaces, after which a match resumes at most."""
 SMALLEST_TABLE: Final = 1024
 """Entries of the table of an empty index; a power of two."""
-BYTES_PER_TOKEN: Final = 24
-"""Upper bound of the memory of a token: its id, its chain and two entries of the table, 4 bytes
-each, and spare room of growing arrays."""
-
 _NONE: Final = -1
 
 

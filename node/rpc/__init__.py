@@ -1,6 +1,5 @@
 """gRPC between nodes.
 
-callers.py: admits nodes and refuses runners
 channels.py: gRPC channels, and what a failed call means
 control_client.py: calls to other nodes
 control_server.py: serves other nodes

@@ -6,6 +6,7 @@ import logging
 import re
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,10 +25,9 @@ from ...placement.errors import (
 from ...placement.ids import NodeId, PlacementId
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
-from ...proto.checked_calls import BoundNumbers
+from ...proto.checked_calls import BoundNumbers, CheckedCalls
 from ...proto.grpc_options import SERVER_OPTIONS
 from ..trust.certificates import Credentials, authenticated_node, server_credentials
-from .callers import PeersOnly
 from .link_rpc import LinkService
 from .model_files import ModelFilesService
 
@@ -46,6 +46,25 @@ NODE_SERVER_OPTIONS = (
     # gRPC's default is two minutes, for which a silent connection holds a file descriptor.
     ("grpc.server_handshake_timeout_ms", 10_000),
 )
+
+
+class PeersOnly(CheckedCalls):
+    """Admits nodes only, and makes a method's error the call's status. A runner parses hostile
+    files: under an attacker's control it must not reach these services with its certificate."""
+
+    @asynccontextmanager
+    async def around(self, request: Any, context: Any, method: str) -> AsyncGenerator[None]:
+        try:
+            _ = authenticated_node(context.auth_context())
+            yield
+        except ExoNodeError as fault:
+            status = grpc.StatusCode.UNAVAILABLE
+            if isinstance(fault, InvalidRequest):
+                status = grpc.StatusCode.INVALID_ARGUMENT
+            elif isinstance(fault, Untrusted):
+                status = grpc.StatusCode.UNAUTHENTICATED
+            metadata = (("exo-code", fault.code), ("exo-param", fault.param or ""))
+            await context.abort(status, fault.message, metadata)
 
 
 _PLACEMENT: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")

@@ -21,9 +21,8 @@ class Ring:
     """A `StageLink` over gRPC. The methods of `StageLink` are called on the compute thread, and run
     on the event loop like all others."""
 
-    def __init__(self, placement: str, num_stages: int, dtype: str, hidden_size: int) -> None:
+    def __init__(self, placement: str, dtype: str, hidden_size: int) -> None:
         self._placement = placement
-        self._num_stages = num_stages
         self._dtype = dtype
         self._hidden_size = hidden_size
         self._loop = asyncio.get_running_loop()

@@ -175,7 +175,7 @@ class Runner:
             return worker
         ring = None
         if spec.num_stages > 1:
-            ring = Ring(spec.placement, spec.num_stages, spec.dtype, expected.hidden_size)
+            ring = Ring(spec.placement, spec.dtype, expected.hidden_size)
             self._stage = RingService(spec, expected, following, ring)
             peer_pb2_grpc.add_StageServicer_to_server(self._stage, server)
         engine = await asyncio.wrap_future(self._compute.submit(lambda: self._engine(loaded, ring)))

@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from exo_node.node.rpc.callers import PeersOnly
+from exo_node.node.rpc.control_server import PeersOnly
 from exo_node.node.rpc.link_rpc import (
     _CHUNK,  # pyright: ignore[reportPrivateUsage]
     MAX_ANSWER_BYTES,

@@ -138,7 +138,7 @@ class PacedPipeline:
         self._firsts = bounds[:-1]
         self.threads = [_Thread(self) for _ in range(self.stages)]
         limits = [part.expected for part in small_parts(tuple(bounds), ROWS)]
-        self.ring = ring.Ring("p1", self.stages, "float32", limits[0].hidden_size)
+        self.ring = ring.Ring("p1", "float32", limits[0].hidden_size)
         pipeline = small_pipeline(bounds, chunk=ROWS, link=self.ring, clock=self.clock)
         self.engine, self._workers = pipeline.engine, pipeline.workers
         specs = stage_specs(small_checkpoint(), bounds, prefill_chunk=ROWS)

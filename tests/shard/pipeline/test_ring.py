@@ -108,7 +108,7 @@ def stream() -> Stream:
 
 @pytest.fixture
 async def ring(stream: Stream) -> Ring:
-    ring = Ring("p1", 2, "float32", HIDDEN)
+    ring = Ring("p1", "float32", HIDDEN)
     ring.connect(stream)  # pyright: ignore[reportArgumentType]
     return ring
 
@@ -323,7 +323,7 @@ def test_whatever_comes_a_shared_trip_is_back_once_with_a_row_or_a_fault_of_each
     story: Sequence[tuple[str, Key]],
 ) -> None:
     async def play() -> None:
-        ring = Ring("p1", 2, "float32", HIDDEN)
+        ring = Ring("p1", "float32", HIDDEN)
         ring.connect(Stream())  # pyright: ignore[reportArgumentType]
         calls = list[bool]()
         ring.listen(lambda: calls.append(trip.is_back))
@@ -411,7 +411,7 @@ async def test_connecting_anew_fails_what_was_under_way(ring: Ring, stream: Stre
 
 
 async def test_before_the_stages_are_connected_a_request_fails() -> None:
-    ring = Ring("p1", 2, "float32", HIDDEN)
+    ring = Ring("p1", "float32", HIDDEN)
     for trip in (ring.send(block(A, B)), ring.ask_prefixes(C, [1], [1], [1])):
         await settled()
         assert set(errors_of(trip).values()) == {LOST}
@@ -571,7 +571,7 @@ async def test_requests_under_way_are_renewed_and_no_others(
 ) -> None:
     """A reader that is slow must not cost an answer its state on the other stages."""
     monkeypatch.setattr(ring_module, "RENEW_S", 0.01)
-    ring, fresh = Ring("p1", 2, "float32", HIDDEN), Stream()
+    ring, fresh = Ring("p1", "float32", HIDDEN), Stream()
     for stream in (Stream(), fresh):  # the renewals go on, over the new stream
         ring.connect(stream)  # pyright: ignore[reportArgumentType]
     _ = await send_block(ring, block(A, B))
@@ -590,7 +590,7 @@ async def test_renewals_come_no_faster_however_often_the_stages_are_connected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ring_module, "RENEW_S", 0.01)
-    ring, renewals = Ring("p1", 2, "float32", HIDDEN), list[Ring]()
+    ring, renewals = Ring("p1", "float32", HIDDEN), list[Ring]()
     # It begins no next one.
     monkeypatch.setattr(ring, "_renew", lambda: renewals.append(ring))
     for _ in range(4):
