@@ -216,7 +216,7 @@ def install(data_dir: DataDir = None, system: _System = False) -> None:
     manager.file.parent.mkdir(parents=True, exist_ok=True)
     if manager.is_ended_late:
         _end(manager)
-    where = [] if folder is None else ["--data-dir", str(folder.absolute())]
+    where = [] if folder is None else ["--data-dir", str(folder)]
     replace_private(manager.file, manager.definition([*_program(), "start", *where]))
     for command in manager.start:
         if fault := _started(command, again=manager.is_ended_late):

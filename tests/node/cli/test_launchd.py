@@ -184,3 +184,19 @@ def test_a_daemon_is_roots_and_runs_as_the_user_who_called_sudo(
     assert (job["UserName"], job["EnvironmentVariables"]) == ("ann", {"HOME": str(mac.home)})
     with pytest.raises(ExoNodeError, match="enable-linger"):
         _ = service.manager_of("linux", system=True)
+
+
+def test_a_daemon_finds_its_users_data_by_itself(
+    mac: Mac, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A folder that is found for root, who installs it, is not the user's."""
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setenv("SUDO_USER", "ann")
+    monkeypatch.setattr(pwd, "getpwnam", {"ann": SimpleNamespace(pw_dir=str(mac.home))}.get)
+    _ = (mac.state / "label").write_text(f"system/{LABEL}")
+    for given in (None, str(tmp_path / "data")):
+        service.install(given, system=True)
+        job = plistlib.loads((tmp_path / "daemons" / f"{LABEL}.plist").read_bytes())
+        words = job["ProgramArguments"]
+        own = words[words.index("start") + 1 : words.index("--environment-file")]
+        assert own == ([] if given is None else ["--data-dir", given])

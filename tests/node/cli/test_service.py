@@ -12,7 +12,10 @@ from xml.etree import ElementTree
 import pytest
 from api_stub import exo_node
 
+from exo_node.node.cli.failures import failure_of
 from exo_node.node.cli.service import LABEL, launchd, systemd
+from exo_node.node.cluster.node_exit import EXIT_DUPLICATE
+from exo_node.placement.errors import InvalidSettings
 
 Service = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -61,6 +64,13 @@ def test_it_is_installed_listed_and_removed(run: Service, tmp_path: Path) -> Non
     assert not unit.exists() and calls(tmp_path)[-1] == "--user disable --now exo-node.service"
 
 
+def test_one_that_does_not_stop_is_removed_all_the_same(run: Service, tmp_path: Path) -> None:
+    assert run("install").returncode == 0
+    result = run("uninstall", "--yes", exit=1, fails="disable")
+    assert "stopping it failed: Failed to connect to bus" in result.stderr
+    assert run("status").stdout.startswith("not installed")
+
+
 def test_a_manager_that_refuses_is_an_error(run: Service) -> None:
     result = run("install", exit=1, fails="daemon-reload")
     assert result.returncode == 1 and "daemon-reload" in result.stderr
@@ -75,6 +85,18 @@ def test_nothing_is_written_where_no_manager_of_this_user_runs(
     assert "Failed to connect to bus" in result.stderr and "enable-linger" in result.stderr
     assert not (tmp_path / "config" / "systemd").exists()
     assert run("status").stdout.startswith("not installed")
+
+
+def test_what_a_restart_does_not_help_is_not_restarted(tmp_path: Path) -> None:
+    wrong_settings = failure_of(InvalidSettings("", param="port"), as_json=False)
+    assert wrong_settings is not None
+    unit = systemd(tmp_path).definition(["exo-node", "start"]).decode()
+    assert f"RestartPreventExitStatus={wrong_settings.exit_code} {EXIT_DUPLICATE}\n" in unit
+
+
+def test_percent_signs_in_the_settings_path_are_no_specifiers(tmp_path: Path) -> None:
+    unit = systemd(tmp_path / "100%h").definition(["exo-node", "start"]).decode()
+    assert f"EnvironmentFile=-{tmp_path}/100%%h/exo-node/environment\n" in unit
 
 
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ long as they live, and end with an error where the system refuses.
 
 import asyncio
 import contextlib
+import errno
 import os
 import shutil
 import sys
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,6 +107,51 @@ async def test_a_command_that_somebody_killed_is_started_again(
         await until(lambda: len(living(held)) == 1)
         os.kill(living(held)[0], 9)
         await until(lambda: len(held.read_text().split()) == 2 and len(living(held)) == 1)
+
+
+async def test_it_holds_on_for_a_while_after_the_work(
+    install: Callable[[str], None], held: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(HOLDS)
+    monkeypatch.setattr(awake, "_LINGER_S", 3600.0)
+    idle = list[bool]()
+
+    def works() -> bool:
+        if held.exists():
+            idle.append(True)
+        return not held.exists()
+
+    task = asyncio.create_task(Awake("answers", works).run())
+    await until(lambda: len(idle) > 5)
+    assert len(living(held)) == 1
+    _ = task.cancel()
+    _ = await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_commands_that_end_late_are_begun_as_often_as_they_end(
+    install: Callable[[str], None], held: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(ENDS_AT_ONCE)
+    monkeypatch.setattr(awake, "_SOON_S", 0.0)
+    async with running("always", [False]):
+        await until(lambda: held.exists() and len(held.read_text().split()) > 8)
+
+
+async def test_a_lack_that_passes_is_no_refusal(
+    install: Callable[[str], None], held: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(HOLDS)
+    create, faults = asyncio.create_subprocess_exec, [errno.EMFILE, errno.EAGAIN]
+
+    async def create_subprocess_exec(*command: str, **options: Any) -> asyncio.subprocess.Process:
+        if faults:
+            raise OSError(faults.pop(), "a lack")
+        return await create(*command, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", create_subprocess_exec)
+    async with running("always", [False]):
+        await until(lambda: len(living(held)) == 1)
+    assert not faults
 
 
 async def test_a_refusal_is_said_once_and_ends_the_attempts(

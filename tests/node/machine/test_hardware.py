@@ -118,6 +118,17 @@ def test_metals_limit_is_what_mlx_reports(
     )
 
 
+def test_a_mac_plans_with_metals_limit_whatever_is_free_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    said = {"sysctl": "Apple M4 Max", sys.executable: "1000000"}
+    monkeypatch.setattr(hardware, "output_of", lambda *command: said[command[0]])  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    mac = detect_hardware(set())
+    assert (mac.backend, mac.chip, mac.usable_bytes) == ("metal", "Apple M4 Max", 1000000)
+
+
 @pytest.mark.skipif(sys.platform != "darwin", reason="needs Metal")
 def test_this_mac_says_its_limit(caplog: pytest.LogCaptureFixture) -> None:
     total = psutil.virtual_memory().total

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from exo_node.placement.card import SamplingDefaults
-from exo_node.placement.sampling_values import API_DEFAULTS, usable_value
+from exo_node.placement.sampling_values import API_DEFAULTS, model_sampling, usable_value
 from exo_node.shard.checkpoint.generation_config import read_generation_config
 
 QWEN = {
@@ -65,9 +65,7 @@ def test_a_value_that_a_parameter_cannot_have_is_left_out_and_named(
 def test_the_bounds_are_those_of_a_card(name: str) -> None:
     """Within them a card takes the value, too, and beyond them neither does."""
     for value in (0, 1e-9, 0.5, 1, 1.5, 2, 2.5, 3, 10, 10.5, 2**21, 2**21 + 1, -1e-9):
-        if name == "top_k" and value != int(value):
-            continue
-        number = int(value) if name == "top_k" else value
+        number = int(value) if name == "top_k" and value == int(value) else value
         try:
             taken = getattr(SamplingDefaults.model_validate({name: number}), name)
         except ValueError:
@@ -118,6 +116,12 @@ def test_the_end_tokens_are_the_ids_that_are_found(
     assert (read.ends, read.sampling) == (ends, {"top_k": 3})
     assert bool(read.notes) == noted
     assert all("eos_token_id" in note and len(note) < 300 for note in read.notes)
+
+
+def test_a_zero_of_a_card_is_a_value() -> None:
+    chosen = model_sampling({"temperature": 0.0, "top_k": 0}, {"temperature": 0.7, "top_k": 20})
+    assert chosen["temperature"] == {"value": 0.0, "source": "card"}
+    assert chosen["top_k"] == {"value": 0, "source": "card"}
 
 
 def spoiled(content: bytes) -> Callable[[Path], object]:
