@@ -239,6 +239,21 @@ def test_groups_on_their_way_come_back_in_any_order() -> None:
     assert all(tokens_of(reader) == alone(reader.request) for reader in readers)
 
 
+def test_no_answer_waits_for_the_prompt_of_one_that_is_to_join_it() -> None:
+    """With two stages the third request shares the rounds of one of the others."""
+    scene = Scene()
+    answers = [scene.ask(asks(prompt(i), 30)) for i in range(2)]
+    _ = scene.until(lambda _: all(reader.rounds for reader in answers))
+    late = scene.ask(asks(prompt(2, CHUNK), 6))
+    away = scene.until(lambda message: (late.request.name, 1) in message.keys)
+    told = [len(reader.rounds) for reader in answers]
+    for _ in range(8):
+        scene.bring(next(each for each in scene.link.able() if each is not away))
+    assert all(len(r.rounds) > before + 2 for r, before in zip(answers, told, strict=True))
+    scene.finish()
+    assert all(tokens_of(reader) == alone(reader.request) for reader in (*answers, late))
+
+
 def _all_shared(scene: Scene) -> bool:
     return all(len(message.keys) == 2 for message in scene.link.able())
 
