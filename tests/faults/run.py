@@ -166,9 +166,7 @@ def examine(
     fault: Fault, copy: Copy, last_catch: str | None, lines: TestMap, effort: str
 ) -> Verdict:
     """Looks for a test that fails with the fault and passes without it, in the core at first."""
-    last = (
-        [[last_catch]] if last_catch and (PROJECT / last_catch.partition("::")[0]).exists() else []
-    )
+    last = [[last_catch]] if last_catch and _is_there(last_catch) else []
     folder = [[_mirror(fault)]]
     processes = [] if effort == "in-process" else [PROCESSES]
     for tests in (*last, *(list(lines.tries(fault)) or folder), *processes):
@@ -195,6 +193,14 @@ def noticed_by(
         ):
             return failed
         failing_anyway.append(failed)
+
+
+def _is_there(test: str) -> bool:
+    """Whether a test that was recorded has still that name: pytest refuses one that it has not."""
+    file, _, names = test.partition("::")
+    function = names.rpartition("::")[2].partition("[")[0]
+    path = PROJECT / file
+    return path.exists() and (not function or f"def {function}(" in path.read_text())
 
 
 def _mirror(fault: Fault) -> str:
