@@ -256,9 +256,10 @@ def main() -> int:
     faults = [f for f in load() if not args.names or f.name in args.names]
     if unknown := set(args.names) - {f.name for f in faults}:
         parser.error(f"no such fault: {', '.join(sorted(unknown))}")
-    verdicts: dict[str, dict[str, str | None]] = (
+    recorded: dict[str, dict[str, str | None]] = (
         json.loads(CAUGHT.read_text()) if CAUGHT.exists() else {}
     )
+    verdicts: dict[str, Verdict] = {}
     lines = TestMap()
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         copies = SimpleQueue[Copy]()
@@ -268,7 +269,7 @@ def main() -> int:
         def run(fault: Fault) -> tuple[Fault, Verdict]:
             copy = copies.get()
             try:
-                last = verdicts.get(fault.name, {})
+                last = recorded.get(fault.name, {})
                 return fault, examine(
                     fault,
                     copy,
@@ -282,17 +283,19 @@ def main() -> int:
         with ThreadPoolExecutor(args.jobs) as pool:
             for future in as_completed([pool.submit(run, fault) for fault in faults]):
                 fault, verdict = future.result()
-                verdicts[fault.name] = {"core": verdict.core, "other": verdict.other}
+                verdicts[fault.name] = verdict
+                if verdict.caught_by or args.effort == "all":  # less effort disproves no record
+                    recorded[fault.name] = {"core": verdict.core, "other": verdict.other}
                 where = "core" if verdict.core else "other" if verdict.other else "NOT CAUGHT"
                 print(f"{where:10} {fault.name}: {verdict.caught_by or fault.effect}", flush=True)
-                _ = CAUGHT.write_text(json.dumps(verdicts, indent=1, sort_keys=True) + "\n")
+                _ = CAUGHT.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n")
     return report(faults, verdicts)
 
 
-def report(faults: list[Fault], verdicts: dict[str, dict[str, str | None]]) -> int:
+def report(faults: list[Fault], verdicts: dict[str, Verdict]) -> int:
     """Prints the shares; 1 if a fault was not noticed."""
-    core = sum(verdicts[f.name]["core"] is not None for f in faults)
-    missed = [f.name for f in faults if not any(verdicts[f.name].values())]
+    core = sum(verdicts[f.name].core is not None for f in faults)
+    missed = [f.name for f in faults if not verdicts[f.name].caught_by]
     other = len(faults) - core - len(missed)
     print(f"{len(faults)} faults: {core} caught by the core, {other} by other tests only")
     if missed:
