@@ -40,6 +40,9 @@ CORE = "core"
 SECONDS_OF_A_TRY = 90.0
 """The most seconds of tests for one pytest process when they are tried by the map."""
 PER_TEST_S = 180
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py(?:::[^\[\s]+)?)", re.MULTILINE)
+_CRASHED = re.compile(r'File "\S+?/(tests/\S+?\.py)", line \d+ in (test_\w+)')
+"""The test in the stack of a process that a fault made crash."""
 ITSELF = "tests/project/test_seeded_faults.py"
 """Ignored: it fails for every fault, since it looks for the text that the fault replaces."""
 
@@ -90,10 +93,11 @@ class Copy:
             raise SystemExit(
                 f"{MAP.name} names tests that no longer exist; write it again with --map"
             )
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+?\.py(?:::[^\[\s]+)?)", process.stdout, re.M)
-        if failed is None:
-            raise RuntimeError(f"pytest ended with {process.returncode}:\n{process.stdout[-3000:]}")
-        return failed[1]
+        if (failed := _FAILED.search(process.stdout)) is not None:
+            return failed[1]
+        if process.returncode < 0 and (crashed := _CRASHED.search(process.stdout)) is not None:
+            return f"{crashed[1]}::{crashed[2]}"
+        raise RuntimeError(f"pytest ended with {process.returncode}:\n{process.stdout[-3000:]}")
 
     def _pytest(self, arguments: list[str]) -> subprocess.CompletedProcess[str]:
         paths = (str(self._folder / name) for name in (".links", "bench"))
