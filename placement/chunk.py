@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from .cluster import OWN, NodeFacts, StageAssignment
-from .cost import HEADROOM, ModelSizes
+from .cluster import NodeFacts
 from .dtype_bytes import BYTES
 
 if TYPE_CHECKING:
@@ -17,54 +16,37 @@ LEAST: Final = 256
 """Shorter ones would seldom end with turns, where what prompts have in common ends. And one forward
 reads all rows of an image of Gemma 3, which are as many, so that none has more rows than these."""
 CHUNK_S: Final = 0.25
-"""The longest that a cancel, another answer's next token and a stage's sign of life wait."""
+"""Seconds that a cancel, another answer's next token and a stage's sign of life may wait."""
 _OWN_RATE, _MLX_RATE = 20e9, 1.5e9
 """Weights times rows a second of a CPU without measurements, by our products and by MLX's."""
 
 
-def prefill_chunk(
-    card: "ModelCard",
-    nodes: Sequence[NodeFacts],
-    stages: Sequence[StageAssignment],
-    context: int,
-    *,
-    mtp: bool,
-) -> int:
-    """Rows of a forward over a prompt, halved from MOST down to LEAST until no stage takes more
-    than CHUNK_S for them, and what one and a half of them hold at once is within half of a stage's
-    headroom. `card` is of what is in memory.
+def prefill_chunk(card: "ModelCard", nodes: Sequence[NodeFacts]) -> int:
+    """Rows of a forward over a prompt: MOST, but LEAST where a node computes on its CPU, whose
+    forward over the whole model is estimated at more than CHUNK_S. `card` is of what is in memory.
 
-    Times are as measured; of a node without, a CPU's are estimated, and a GPU is quick enough.
+    The rows decide bits, so that they follow from the model and the backends alone: neither from
+    times, nor from which nodes have which layers, nor from the room there. A forward that takes
+    longer is computed in parts. What one and a half of them hold at once is within half of the
+    headroom of eight layers.
     """
-    sizes, rows = ModelSizes.of(card, context), MOST
-    over, under = HEADROOM
-    while rows > LEAST:
-        fits = True
-        for node, stage in zip(nodes, stages, strict=True):
-            count, first = stage.end_layer - stage.first_layer, stage.first_layer == 0
-            need = sizes.need(stage.first_layer, stage.end_layer, generator=first, mtp=mtp)
-            room = need * (over - under) // over // 2
-            slow = count * prefill_seconds(card, node, rows) > CHUNK_S
-            fits = fits and not slow and 3 * rows * _row_bytes(card) // 2 <= room
-        if fits:
-            break
-        rows //= 2
-    return rows
+    on_cpu = any(node.backend == "cpu" for node in nodes)
+    slow = on_cpu and card.num_layers * _cpu_seconds(card, MOST) > CHUNK_S
+    return LEAST if slow else MOST
 
 
 def prefill_seconds(card: "ModelCard", node: NodeFacts, rows: int) -> float:
     """One layer, `rows` rows of a prompt, or 0 if it is not known, but quick."""
     if node.prefill_s > 0:
         return node.prefill_s * rows / MOST
-    if node.backend != "cpu":
-        return 0.0
-    quick = node.float32_products == OWN and card.dtype == "float32" and not card.quantization
+    return _cpu_seconds(card, rows) if node.backend == "cpu" else 0.0
+
+
+def _cpu_seconds(card: "ModelCard", rows: int) -> float:
+    """An estimate of one layer's on any CPU: whether it has our products is a fact of a machine,
+    and the rows of a forward must not depend on that."""
+    quick = card.dtype == "float32" and not card.quantization
     return _weights(card) * rows / (_OWN_RATE if quick else _MLX_RATE)
-
-
-def _row_bytes(card: "ModelCard") -> int:
-    """Bytes of a layer's activations for one row: about one number a column of its matrices."""
-    return _weights(card) // card.hidden_size * BYTES[card.dtype]
 
 
 def _weights(card: "ModelCard") -> int:

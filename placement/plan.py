@@ -228,17 +228,16 @@ def _placement(
     request: PlanRequest, choice: WeighedCandidate, reason: str, runner_up: str | None
 ) -> Placement:
     task, chosen = choice.task, choice.candidate
-    context, mtp = longest_context(task, chosen, request.options), chosen.speedup > 0
     return Placement(
         model=task.card.id,
         stages=chosen.stages,
         reason=reason,
         score=chosen.seconds,
         runner_up=runner_up,
-        context_length=context,
+        context_length=longest_context(task, chosen, request.options),
         mtp_off_reason=mtp_off_reason(task, chosen),
         dtype=choice.dtype.name,
         dtype_reason=choice.dtype.reason,
         kv_bits=request.kv_bits,
-        prefill_chunk=prefill_chunk(task.card, chosen.nodes, chosen.stages, context, mtp=mtp),
+        prefill_chunk=prefill_chunk(task.card, chosen.nodes),
     )

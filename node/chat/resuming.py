@@ -31,7 +31,7 @@ class AnswerLog:
     embedded: dict[int, int] = field(default_factory=dict[int, int])
     """The tokens of each input whose embedding reached this node, by its index."""
     exact: bool = True
-    """Whether all attempts ran with the same kernels, hence with the same bits."""
+    """Whether all attempts ran with the same kernels and chunks, hence with the same bits."""
     _kernels: tuple[str, ...] | None = None
     _runners: tuple[tuple[NodeId, int], ...] = ()
     _as_it_was: bool = False

@@ -198,15 +198,15 @@ class LoadedPlacement:
         return self.epoch
 
     def kernels(self) -> tuple[str, ...]:
-        """The code that computes each layer, the dtype, and the bits of caches: where these are
-        equal, the same forwards give the same numbers."""
+        """The code that computes each layer, the dtype, the bits of caches and the rows of a
+        prompt's forwards: where these are equal, the same tokens give the same numbers."""
         layers = [
             " ".join((self.chips.get(stage.node, stage.node), *endpoint.ready.kernels))
             for stage, endpoint in zip(self.stages, self.endpoints, strict=True)
             for _ in range(stage.first_layer, stage.end_layer)
         ]
-        bits = self.plan.kv_bits.bits
-        return (self.plan.dtype, *([f"caches of {bits} bits"] if bits else []), *layers)
+        rows, bits = f"{self.plan.prefill_chunk} rows", self.plan.kv_bits.bits
+        return (self.plan.dtype, rows, *([f"caches of {bits} bits"] if bits else []), *layers)
 
     def where(self, name: Callable[[NodeId], str]) -> str:
         """The names of its nodes, each once, in the order of its stages."""

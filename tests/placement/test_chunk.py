@@ -1,4 +1,4 @@
-"""How many rows of a prompt one forward reads: as measured, as estimated, as memory allows."""
+"""How many rows of a prompt one forward reads: the model and the backends decide, nothing else."""
 
 from dataclasses import replace
 
@@ -6,8 +6,8 @@ import cards
 import pytest
 
 from exo_node.placement.card import ModelCard
-from exo_node.placement.chunk import CHUNK_S, LEAST, MOST
-from exo_node.placement.cluster import OWN, ClusterView, NodeFacts
+from exo_node.placement.chunk import LEAST, MOST
+from exo_node.placement.cluster import OWN, ClusterView, LayerProfile, NodeFacts
 from exo_node.placement.ids import NodeId
 from exo_node.placement.options import PlanOptions
 from exo_node.placement.plan import plan
@@ -21,9 +21,8 @@ def card(weights: int = 10**8, **changes: object) -> ModelCard:
     return cards.card(LAYERS, **facts | changes)
 
 
-def node(name: str = "a", seconds: float = 0.0, **changes: object) -> NodeFacts:
-    """`seconds`: of one layer's chunk of MOST rows, where they were measured."""
-    made = NodeFacts(NodeId(name), name, 10**12, 1e11, "cuda", prefill_s=seconds)
+def node(name: str = "a", **changes: object) -> NodeFacts:
+    made = NodeFacts(NodeId(name), name, 10**12, 1e11, "cuda")
     return replace(made, **changes)  # pyright: ignore[reportArgumentType]
 
 
@@ -32,28 +31,42 @@ def rows(model: ModelCard, *nodes: NodeFacts, **options: object) -> int:
     return plan(model, ClusterView(nodes), asked).prefill_chunk
 
 
-@pytest.mark.parametrize(("share", "expected"), [(0.99, MOST), (1.01, LEAST), (1000.0, LEAST)])
-def test_a_chunk_takes_no_longer_than_others_may_wait(share: float, expected: int) -> None:
-    assert rows(card(), node(seconds=share * CHUNK_S / LAYERS)) == expected
+SMALL, BIG = card(5 * 10**6), card(8 * 10**9)
 
 
-def test_the_slowest_stage_decides_for_the_pipeline() -> None:
-    quick, slow = node("a", 0.5 * CHUNK_S / LAYERS), node("b", 3 * CHUNK_S / LAYERS)
-    split = ((quick.id, 4), (slow.id, 4))
-    assert rows(card(), quick, slow, layers=split) == MOST // 2
-    assert rows(card(), quick, slow, layers=((quick.id, 6), (slow.id, 2))) == MOST
+@pytest.mark.parametrize("backend", ["cuda", "metal", "cpu"])
+@pytest.mark.parametrize("model", [SMALL, BIG], ids=["small", "big"])
+def test_no_measurement_split_room_or_option_changes_a_chunk(
+    model: ModelCard, backend: str
+) -> None:
+    one, other = node(backend=backend), node("b", backend=backend)
+    expected = rows(model, one)
+    for seconds in (1e-9, 1e-3, 60.0):
+        times = LayerProfile(seconds, seconds, seconds, seconds, 3.0)
+        measured = {"profile": times, "prefill_s": seconds, "profile_dtype": "bfloat16"}
+        assert rows(model, replace(one, **measured)) == expected
+        assert rows(model, replace(one, **measured), other) == expected
+    for first in range(1, LAYERS):
+        split = ((one.id, first), (other.id, LAYERS - first))
+        assert rows(model, one, other, layers=split) == expected
+    for context in (1, 4096, 32768):
+        assert rows(model, one, context=context) == expected
+        assert rows(model, one, other, context=context) == expected
+    tight = model.weight_bytes * 3 // 2
+    assert rows(model, replace(one, memory_bytes=tight), context=1) == expected
+    assert rows(card(hidden_size=512, context_length=1), one) == rows(card(hidden_size=512), one)
 
 
-def test_what_nobody_measured_is_estimated_on_a_cpu_only() -> None:
-    small, big = card(5 * 10**6), card(8 * 10**9)
-    assert rows(big, node()) == MOST
-    cpu = node(backend="cpu")
-    assert (rows(small, cpu), rows(big, cpu)) == (LEAST, LEAST)
-    own = replace(cpu, float32_products=OWN)
-    assert (rows(small, own), rows(big, own)) == (MOST, LEAST)
+@pytest.mark.parametrize("backend", ["cuda", "metal"])
+def test_a_gpu_reads_in_the_longest_chunks(backend: str) -> None:
+    assert rows(BIG, node(backend=backend)) == MOST
+    assert rows(BIG, node(backend=backend), node("b")) == MOST
 
 
-def test_what_a_chunk_makes_fits_the_headroom() -> None:
-    for hidden, expected in ((1024, MOST), (512, LEAST)):
-        assert rows(card(hidden_size=hidden, context_length=1), node()) == expected
-    assert rows(card(hidden_size=512), node()) == MOST, "a long context has more headroom"
+@pytest.mark.parametrize("products", ["", OWN])
+def test_a_cpu_reads_a_slow_model_in_short_chunks(products: str) -> None:
+    cpu = node(backend="cpu", float32_products=products, dtype="float32")
+    assert [rows(model, cpu) for model in (SMALL, BIG)] == [MOST, LEAST]
+    in_16_bits = replace(cpu, dtype="bfloat16")
+    assert rows(SMALL, in_16_bits) == LEAST, "MLX's products"
+    assert rows(BIG, cpu, node("b")) == rows(BIG, node("b"), cpu) == LEAST, "one node is enough"

@@ -38,8 +38,9 @@ request are not after all of them."""
 NEAR: Final = 1e-5
 """Limit of the difference between an input's embedding in a batch and alone, in each number; where
 a batch was measured to differ by more, each input has forwards of its own."""
-PROBED_ROWS: Final = (40, 17, 9)
-"""Rows of the inputs of the probed batch: equal lengths would hide a wrong mask."""
+SHORT_ROWS: Final = (40, 17, 9)
+"""Rows of the inputs of the first probed batch: equal lengths would hide a wrong mask. The second
+has the longest that shares a forward beside the shortest of them."""
 
 Put = Callable[[tuple[int, bytes] | GenerationStats | BaseException], None]
 """Takes an input's index with its embedding, and last the stats or the error."""
@@ -228,17 +229,18 @@ def _sharing_refusal(
     def unit(hidden: mx.array) -> mx.array:
         return pool(hidden) / mx.linalg.norm(pool(hidden))
 
-    prompts = [
-        as_row(probe_ids(vocabulary, 9 * n, 9 * n + rows)) for n, rows in enumerate(PROBED_ROWS)
-    ]
+    def change(rows: Sequence[int]) -> float:
+        """The largest that a batch of inputs of these rows makes to any number; NaN is larger."""
+        prompts = [as_row(probe_ids(vocabulary, 9 * i, 9 * i + n)) for i, n in enumerate(rows)]
+        caches = [make_caches() for _ in prompts]
+        together = map(unit, prefill_together(target, prompts, caches, [0] * len(prompts)))
+        alone = (unit(target.hidden_batch(ids[None], make_caches())) for ids in prompts)
+        return float(mx.abs(mx.stack([*alone]) - mx.stack([*together])).max())
+
     try:
-        together = prefill_together(
-            target, prompts, [make_caches() for _ in prompts], [0] * len(prompts)
-        )
-        difference = max(
-            float(mx.abs(unit(target.hidden_batch(ids[None], make_caches())) - unit(batch)).max())
-            for ids, batch in zip(prompts, together, strict=True)
-        )
+        if (difference := change(SHORT_ROWS)) <= NEAR:
+            longest = min(options.prefill_chunk // 2, options.context_length)
+            difference = change((longest, SHORT_ROWS[-1]))
     except MODEL_FAULTS as fault:
         return f"this model cannot be computed in batches ({headline(fault)})"
     if difference <= NEAR:

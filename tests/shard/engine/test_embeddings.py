@@ -77,6 +77,23 @@ def test_a_batch_that_changes_more_than_the_limit_is_not_used(
     assert all(difference(vectors[n], row["embedding"]) < NEAR for n, row in enumerate(ROWS))
 
 
+@pytest.mark.parametrize("change", [3.6e-3, float("nan")])
+@pytest.mark.parametrize(("rows", "shares"), [(257, True), (256, False), (100, False)])
+def test_a_batch_that_only_many_rows_change_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, rows: int, shares: bool, change: float
+) -> None:
+    compute = module.prefill_together
+
+    def other_kernels(target: Any, prompts: Any, caches: Any, begins: Any) -> list[mx.array]:
+        states = compute(target, prompts, caches, begins)
+        if len(prompts) * max(len(ids) for ids in prompts) < rows:
+            return states
+        return [*states[:-1], states[-1] + change * mx.arange(SIZE)]
+
+    monkeypatch.setattr(module, "prefill_together", other_kernels)
+    assert (embedding_engine(prefill_chunk=256).batching_reason == "") == shares
+
+
 @pytest.mark.parametrize("size", [1, 7, SIZE])
 def test_dimensions_are_the_first_numbers_normalised_again(
     engine: EmbeddingEngine, size: int

@@ -19,20 +19,23 @@ HIDDEN = 256
 class SlowModel:
     """A `StageModel`'s shape with a clock that its forwards turn: no time but what they say."""
 
-    def __init__(self, per_row_s: float, per_forward_s: float = 0.0) -> None:
+    def __init__(
+        self, per_row_s: float, per_forward_s: float = 0.0, compiling_s: float = 0.0
+    ) -> None:
         self.now = 100.0
         self.rows: list[int] = []
         self._per_row_s = per_row_s
         self._per_forward_s = per_forward_s
+        self._compiling_s = compiling_s
 
     def clock(self) -> float:
         return self.now
 
     def ran(self, rows: int, layers: int) -> None:
         self.rows.append(rows)
-        # The first run of a shape compiles its kernels.
-        warm = 2 if self.rows.count(rows) == 1 else 1
-        self.now += warm * (self._per_forward_s + rows * self._per_row_s) * layers
+        is_first = self.rows.count(rows) == 1
+        self.now += (self._per_forward_s + rows * self._per_row_s) * layers
+        self.now += self._compiling_s if is_first else 0.0
 
 
 @pytest.fixture
@@ -68,7 +71,7 @@ def test_a_machine_too_slow_for_a_chunk_has_it_estimated(
     model = SlowModel(per_row_s=1e-3)
     times = slow(model)
     assert 512 not in model.rows
-    assert times.prefill_s == pytest.approx(2 * 512e-3), "by a first run of fewer rows"
+    assert times.prefill_s == pytest.approx(512e-3), "by fewer rows"
     assert times.decode_s > 0 < times.verify_s
     assert model.rows.count(1) <= layer_probe.REPEATS + 1
 
@@ -76,7 +79,24 @@ def test_a_machine_too_slow_for_a_chunk_has_it_estimated(
 def test_the_budget_bounds_the_runs(slow: Callable[[SlowModel], LayerTimes]) -> None:
     model = SlowModel(per_row_s=1.0)
     _ = slow(model)
-    assert [len(list(group)) for _, group in itertools.groupby(model.rows)] == [1, 1, 1]
+    assert [len(list(group)) for _, group in itertools.groupby(model.rows)] == [2, 2, 2]
+
+
+def test_what_compiling_takes_is_no_layers_time(slow: Callable[[SlowModel], LayerTimes]) -> None:
+    model = SlowModel(per_row_s=1e-6, per_forward_s=1e-4, compiling_s=10.0)
+    times = slow(model)
+    assert times.decode_s == pytest.approx(1.01e-4)
+    assert times.verify_s == pytest.approx(1.04e-4)
+
+
+def test_a_gpus_chunk_is_timed_whole(
+    slow: Callable[[SlowModel], LayerTimes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.DeviceType.gpu))
+    model = SlowModel(per_row_s=1e-7, per_forward_s=5e-3, compiling_s=1.0)
+    times = slow(model)
+    assert set(model.rows) == {1, 4, 512}
+    assert times.prefill_s == pytest.approx(5e-3 + 512e-7)
 
 
 @pytest.mark.parametrize(("drafts", "rows"), [(0, 4), (2, 3)])
