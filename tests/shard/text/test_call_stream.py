@@ -31,6 +31,7 @@ TOOL: dict[str, Any] = {
                 "content": {"$ref": "#/$defs/text"},
                 "note": OPTIONAL,
                 "mixed": {"type": ["string", "integer", "boolean"]},
+                "port": {"type": ["string", "integer"], "minimum": 1024},
                 "lines": {"type": "integer"},
                 "ratio": {"type": "number"},
                 "force": {"type": "boolean"},
@@ -198,6 +199,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "content": TEXT,
     "note": st.one_of(TEXT, st.none()),
     "mixed": st.one_of(TEXT, st.integers(), st.booleans()),
+    "port": st.one_of(TEXT, st.integers(0, 9999)),
     "lines": st.integers(-9, 10**6),
     "ratio": st.floats(allow_nan=False, allow_infinity=False),
     "force": st.booleans(),
@@ -320,6 +322,16 @@ def test_a_call_that_the_model_ended_broken_stays_open_and_the_rest_is_content(i
         answer = stream_answer(kind, ["</think>" * (kind != "json_tools"), "<tool_call>", *texts])
         assert (answer.calls, answer.cut) == ([], [arguments])
         assert rest in answer.content
+
+
+@pytest.mark.parametrize(("port", "value"), [(80, "80"), (8080, 8080)])
+@pytest.mark.parametrize("kind", ["qwen3_coder", "glm47"])
+def test_a_number_that_the_schema_refuses_is_a_string_in_the_parts(
+    kind: str, port: int, value: object
+) -> None:
+    answer = stream_answer(kind, list(spoken(kind, {"path": "a", "port": port})))
+    [(_, arguments)] = answer.calls
+    assert json.loads(arguments) == {"path": "a", "port": value} and not answer.cut
 
 
 def test_a_tool_that_is_not_declared_is_never_begun() -> None:
