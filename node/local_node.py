@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import version as installed_version
 
+from ..placement.gpu_faults import GpuFault
 from ..placement.ids import NodeId
 from ..proto import peer_pb2 as pb
 from .links.layer_profiles import LayerProfiles
@@ -56,6 +57,16 @@ class LocalNode:
         )
         self.grpc_port, self.http_port = settings.grpc_port, settings.port
         """The requested ports until the node listens."""
+
+    def note_gpu_fault(self, spec: pb.StageSpec, fault: GpuFault) -> None:
+        """A GPU fault ended a runner of this node."""
+        limit = self.profiling.limit_chunk(spec, fault)
+        text = f"a GPU fault ({fault}) ended the runner of {spec.model}"
+        text += f": {limit}" if limit else f" at {spec.prefill_chunk} tokens of a prompt at a time"
+        rows = limit.rows if limit else spec.prefill_chunk
+        _ = self.events.add(
+            "gpu_fault", text, model=spec.model, stage=spec.stage, fault=fault, prefill_chunk=rows
+        )
 
     def renew_addresses(self) -> None:
         """Takes up the addresses that this machine has now."""

@@ -54,7 +54,7 @@ class Node:
         self._background: list[asyncio.Task[None]] = []
         self._leaving = Drain(local.timing)
         self._supervisor = Supervisor(
-            _runner_host(local), self._runner_ended, local.profiling.correct
+            _runner_host(local), self._runner_ended, local.profiling.correct, local.note_gpu_fault
         )
         desired = DesiredPlacements(keep_alive_s=settings.keep_alive)
         self._peering = peering = PeerWiring(

@@ -190,6 +190,7 @@ class NodeOperations:
             nodes={status: node_counts[status] for status in get_args(NodeStatus)},
             placements={status: placement_counts[status] for status in get_args(PlacementStatus)},
             runners=self._cluster.reports()[0].stages,
+            gpu_faults=self._local.profiling.gpu_faults,
         )
 
     def _placement(self, record: LoadedPlacement) -> dict[str, Any]:

@@ -12,6 +12,7 @@ dtype.py: the dtype that a placement computes in
 dtype_bytes.py: bytes of one number, by dtype
 errors.py: the error tree, drawn in its docstring
 fitting.py: whether a model fits, for lists of models
+gpu_faults.py: faults of a GPU, and the shorter chunks that avoid them
 ids.py: names that several processes use
 kv_bits.py: the bits of attention's caches in a placement
 library.py: cards from TOML files

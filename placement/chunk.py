@@ -1,10 +1,11 @@
 """The number of prompt rows in one forward."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from .cluster import NodeFacts
 from .dtype_bytes import BYTES
+from .gpu_faults import ChunkLimit
 
 if TYPE_CHECKING:
     from .card import ModelCard
@@ -23,7 +24,8 @@ _OWN_RATE, _MLX_RATE = 20e9, 1.5e9
 
 def prefill_chunk(card: "ModelCard", nodes: Sequence[NodeFacts]) -> int:
     """Rows of a forward over a prompt: MOST, but LEAST where a node computes on its CPU, whose
-    forward over the whole model is estimated at more than CHUNK_S. `card` is of what is in memory.
+    forward over the whole model is estimated at more than CHUNK_S; never more than a GPU fault has
+    left one of them. `card` is of what is in memory.
 
     The rows decide bits, so that they follow from the model and the backends alone: neither from
     times, nor from which nodes have which layers, nor from the room there. A forward that takes
@@ -32,7 +34,13 @@ def prefill_chunk(card: "ModelCard", nodes: Sequence[NodeFacts]) -> int:
     """
     on_cpu = any(node.backend == "cpu" for node in nodes)
     slow = on_cpu and card.num_layers * _cpu_seconds(card, MOST) > CHUNK_S
-    return LEAST if slow else MOST
+    rows, limit = LEAST if slow else MOST, chunk_limit(nodes)
+    return min(rows, limit.rows) if limit else rows
+
+
+def chunk_limit(nodes: Iterable[NodeFacts]) -> ChunkLimit | None:
+    """The shortest limit of these nodes, or None if none of them has one."""
+    return min((each.chunk_limit for each in nodes if each.chunk_limit), default=None)
 
 
 def prefill_seconds(card: "ModelCard", node: NodeFacts, rows: int) -> float:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .dtype_bytes import BYTES
+from .gpu_faults import ChunkLimit
 from .ids import ModelId, NodeId
 
 
@@ -63,6 +64,8 @@ class NodeFacts:
     """The operator's choice."""
     float32_products: str = ""
     """`OWN`: its CPU multiplies float32 matrices by exo-node's own code; else why not."""
+    chunk_limit: ChunkLimit | None = None
+    """Of the model that is being placed, if a GPU fault there has set one."""
 
 
 OWN = "cpu_product"

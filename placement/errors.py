@@ -82,6 +82,10 @@ class StateLost(PeerLost, code="state_lost"):
     """No node is gone, but what rebuilds a stage is."""
 
 
+class DeviceLost(PeerLost, code="device_lost"):
+    """A GPU fault ended a runner: another attempt runs on a fresh one."""
+
+
 class HeadGone(PeerLost, code="head_gone"):
     """The node that was asked is the head no longer."""
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from .candidates import PlacementTask, candidate
 from .card import ModelCard
-from .chunk import MOST, prefill_chunk, prefill_seconds
+from .chunk import MOST, chunk_limit, prefill_chunk, prefill_seconds
 from .cluster import ClusterView, StageAssignment
 from .context import LEAST, context_reason, fitting_context, longest_context
 from .cost import ModelSizes, layer_seconds, seconds_per_token
@@ -219,6 +219,8 @@ def _reason(
         reason += f"; {context}"
     if caches := caches_reason(best.task.card, request.kv_bits):
         reason += f"; {caches}"
+    if limit := chunk_limit(best.candidate.nodes):
+        reason += f"; {limit}"
     if best.dtype.reason != CHECKPOINTS:
         reason += f"; computes in {best.dtype.name}: {best.dtype.reason}"
     return reason

@@ -810,6 +810,8 @@ class LayerTimes(_message.Message):
     TAIL_S_FIELD_NUMBER: _builtins.int
     MTP_SPEEDUP_FIELD_NUMBER: _builtins.int
     LAYER_BYTES_FIELD_NUMBER: _builtins.int
+    CHUNK_LIMIT_FIELD_NUMBER: _builtins.int
+    CHUNK_FAULT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     dtype: _builtins.str
     decode_s: _builtins.float
@@ -826,6 +828,10 @@ class LayerTimes(_message.Message):
     """as answers showed it; 0: not known"""
     layer_bytes: _builtins.int
     """weights of a layer that a row reads; 0: not known"""
+    chunk_limit: _builtins.int
+    """the most rows of a prompt in one forward after a GPU fault; 0: none"""
+    chunk_fault: _builtins.str
+    """that fault: "watchdog" | "memory" """
     def __init__(
         self,
         *,
@@ -839,10 +845,12 @@ class LayerTimes(_message.Message):
         tail_s: _builtins.float = ...,
         mtp_speedup: _builtins.float = ...,
         layer_bytes: _builtins.int = ...,
+        chunk_limit: _builtins.int = ...,
+        chunk_fault: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_s", b"decode_s", "dtype", b"dtype", "layer_bytes", b"layer_bytes", "model", b"model", "mtp_speedup", b"mtp_speedup", "prefill_rows", b"prefill_rows", "prefill_s", b"prefill_s", "tail_s", b"tail_s", "verify_rows", b"verify_rows", "verify_s", b"verify_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_fault", b"chunk_fault", "chunk_limit", b"chunk_limit", "decode_s", b"decode_s", "dtype", b"dtype", "layer_bytes", b"layer_bytes", "model", b"model", "mtp_speedup", b"mtp_speedup", "prefill_rows", b"prefill_rows", "prefill_s", b"prefill_s", "tail_s", b"tail_s", "verify_rows", b"verify_rows", "verify_s", b"verify_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2000,6 +2008,7 @@ class StageSpec(_message.Message):
     LOOKUP_OFF_REASON_FIELD_NUMBER: _builtins.int
     LAYER_BYTES_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
+    KEEPS_CHUNK_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     model: _builtins.str
@@ -2073,6 +2082,8 @@ class StageSpec(_message.Message):
     """weights of a mean layer that a row reads"""
     pooling: _builtins.str
     """of an embedder: "last" | "cls" | "mean"; empty: it answers"""
+    keeps_chunk: _builtins.bool
+    """a shorter chunk is not tried where memory is short. As `path`"""
     @_builtins.property
     def listen(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """addresses besides RunnerStart.host. Filled in as `path`"""
@@ -2125,11 +2136,12 @@ class StageSpec(_message.Message):
         lookup_off_reason: _builtins.str = ...,
         layer_bytes: _builtins.int = ...,
         pooling: _builtins.str = ...,
+        keeps_chunk: _builtins.bool = ...,
         plan: Global___PlacementPlan | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "end_layer", b"end_layer", "first_layer", b"first_layer", "fixed_rows", b"fixed_rows", "hidden_size", b"hidden_size", "kernels", b"kernels", "kv_bits", b"kv_bits", "kv_bits_reason", b"kv_bits_reason", "kv_bits_source", b"kv_bits_source", "kv_group_size", b"kv_group_size", "layer_bytes", b"layer_bytes", "lease_s", b"lease_s", "listen", b"listen", "lookup_off_reason", b"lookup_off_reason", "max_draft_tokens", b"max_draft_tokens", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "partial", b"partial", "path", b"path", "placement", b"placement", "plan", b"plan", "pooling", b"pooling", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_folder", b"prefix_folder", "profile_folder", b"profile_folder", "prompt_lookup", b"prompt_lookup", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "end_layer", b"end_layer", "first_layer", b"first_layer", "fixed_rows", b"fixed_rows", "hidden_size", b"hidden_size", "keeps_chunk", b"keeps_chunk", "kernels", b"kernels", "kv_bits", b"kv_bits", "kv_bits_reason", b"kv_bits_reason", "kv_bits_source", b"kv_bits_source", "kv_group_size", b"kv_group_size", "layer_bytes", b"layer_bytes", "lease_s", b"lease_s", "listen", b"listen", "lookup_off_reason", b"lookup_off_reason", "max_draft_tokens", b"max_draft_tokens", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "partial", b"partial", "path", b"path", "placement", b"placement", "plan", b"plan", "pooling", b"pooling", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_folder", b"prefix_folder", "profile_folder", b"profile_folder", "prompt_lookup", b"prompt_lookup", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -76,6 +76,8 @@ class NodeState:
     placements: Mapping[str, int]
     runners: Sequence[pb.StageState]
     """The runners of this node."""
+    gpu_faults: Mapping[tuple[str, str], int]
+    """Runners of this node that GPU faults ended, by model and fault."""
 
 
 class Scrape(Collector):
@@ -136,6 +138,10 @@ class Scrape(Collector):
             yield _filled(family, (((status,), count) for status, count in counts.items()))
 
     def _runners(self) -> Iterator[Metric]:
+        faults = CounterMetricFamily(
+            "exo_node_gpu_faults", "Runners that a GPU fault ended.", labels=("model_name", "fault")
+        )
+        yield _filled(faults, self._state.gpu_faults.items())
         labels = ("model_name", "stage")
         runners = [((each.model, str(each.stage)), each) for each in self._state.runners]
         for name, documentation, field in _RUNNERS:

@@ -6,6 +6,7 @@ import logging
 import statistics
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Annotated, Final, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...placement.cluster import NOISE
+from ...placement.gpu_faults import ChunkLimit, limit_of
 from ...proto import peer_pb2 as pb
 from ...proto.bounds import MAX_COUNT
 from ...shard.checkpoint.files import read_bounded, write_atomic
@@ -72,6 +74,8 @@ class _LayerProfile(BaseModel):
     layer_bytes: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
     """Or 0 if an earlier version measured it, which a load repeats."""
     mtp_speedup: Annotated[float, Field(ge=0, le=MAX_SPEEDUP)] = 0.0
+    chunk_limit: Annotated[int, Field(ge=0, le=65536)] = 0
+    chunk_fault: Annotated[str, Field(max_length=20)] = ""
 
     def seconds(self, layers: int, *, tail: bool) -> float:
         """A plain step of `layers` layers."""
@@ -113,6 +117,8 @@ class LayerProfiles:
         self._profiles: dict[LayerProfileKey, _LayerProfile] = {}
         """The oldest measurement first."""
         self._votes: dict[LayerProfileKey, _Votes] = {}
+        self._limits: dict[LayerProfileKey, tuple[str, ChunkLimit]] = {}
+        """The chunks that GPU faults have limited, with their models' names."""
         self._lock = threading.Lock()
         """`store` runs in threads, because it blocks."""
         files = ((p.lstat().st_mtime_ns, p) for p in folder.glob(f"{_PREFIX}*.json"))
@@ -175,23 +181,49 @@ class LayerProfiles:
         log.info("answers of %s correct what is expected of them", profile.model)
         self._write(key, corrected)
 
+    def chunk_limit(self, checkpoint: str, dtype: str) -> ChunkLimit | None:
+        """The limit on the rows of a prompt in one forward, or None."""
+        _, limit = self._limits.get(self._key(checkpoint, dtype), ("", None))
+        return limit
+
+    def limit_chunk(self, spec: pb.StageSpec, limit: ChunkLimit) -> Callable[[], None]:
+        """Sets a limit at once. Returns the work of saving it, which blocks."""
+        key = self._key(spec.checkpoint_sha256, spec.dtype)
+        self._limits[key] = spec.model, limit
+        profile = self._profiles.get(key)
+        return lambda: None if profile is None else self._write(key, profile)
+
     def times(self) -> list[pb.LayerTimes]:
         """The times for the heartbeat; the latest measurement of a model is its last entry."""
-        return [
-            pb.LayerTimes(
-                model=profile.model,
-                dtype=key.dtype,
-                layer_bytes=profile.layer_bytes,
-                mtp_speedup=profile.mtp_speedup,
-                **{name: getattr(profile, name) for name in TIMES},
-            )
-            for key, profile in list(self._profiles.items())[-MAX_PROFILES:]
+        latest = dict(list(self._profiles.items())[-MAX_PROFILES:])
+        unmeasured = [key for key in self._limits if key not in latest][-MAX_PROFILES:]
+        messages = [
+            *(pb.LayerTimes(model=self._limits[key][0], dtype=key.dtype) for key in unmeasured),
+            *(
+                pb.LayerTimes(
+                    model=profile.model,
+                    dtype=key.dtype,
+                    layer_bytes=profile.layer_bytes,
+                    mtp_speedup=profile.mtp_speedup,
+                    **{name: getattr(profile, name) for name in TIMES},
+                )
+                for key, profile in latest.items()
+            ),
         ]
+        for key, message in zip([*unmeasured, *latest], messages, strict=True):
+            if key in self._limits:
+                limit = self._limits[key][1]
+                message.chunk_limit, message.chunk_fault = limit.rows, limit.fault
+        return messages
 
     def _key(self, checkpoint: str, dtype: str) -> LayerProfileKey:
         return LayerProfileKey(checkpoint, dtype, self._device, self._mlx)
 
     def _write(self, key: LayerProfileKey, profile: _LayerProfile) -> None:
+        _, limit = self._limits.get(key, ("", None))
+        if limit is not None and limit.fault == "watchdog":  # memory may be there another time
+            limited = {"chunk_limit": limit.rows, "chunk_fault": limit.fault}
+            profile = profile.model_copy(update=limited)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write_atomic(self._folder / key.file, profile.model_dump_json().encode())
@@ -210,3 +242,5 @@ class LayerProfiles:
             return
         if (key.device, key.mlx) == (self._device, self._mlx):
             self._profiles[key] = profile
+            if limit := limit_of(profile.chunk_limit, profile.chunk_fault):
+                self._limits[key] = profile.model, limit

@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from ...placement.cluster import OWN
 from ...placement.errors import ExoNodeError, LoadFailed
+from ...placement.gpu_faults import SHORTEST, ChunkLimit, GpuFault, shortened
 from ...placement.ids import NodeId
 from ...placement.kv_bits import FIELD as KV_BITS
 from ...placement.kv_bits import refusal_in as kv_refusal_in
@@ -15,7 +17,7 @@ from ...placement.split_refusal import SplitRefusal, refusal_in
 from ...proto import peer_pb2 as pb
 from ..cluster.member import MemberFacts
 from ..machine.interfaces import source_address
-from ..machine.tasks import Loops, cancel
+from ..machine.tasks import Loops, background, cancel
 from ..machine.timing import Timing
 from ..rpc.link_rpc import LinkClient
 from ..runners.runner_client import Endpoint
@@ -26,6 +28,8 @@ from .prober import LinkPeer, LinkProber
 log = logging.getLogger(__name__)
 
 MAX_REFUSALS: Final = 64
+CHUNK: Final = "prefill_chunk"
+"""The `param` of a refusal to load with more rows in a forward than a GPU fault has left."""
 _NODE_FACTS: Final = ("id", "name", "chip", "backend", "memory_bytes", "memory_bandwidth")
 
 Refusal = TypeVar("Refusal")
@@ -55,6 +59,8 @@ class Profiling:
         self._refusals: dict[str, SplitRefusal] = {}
         self._kv_refusals: dict[str, str] = {}
         self._products_refused = False
+        self.gpu_faults = Counter[tuple[str, str]]()
+        """The number of runners that GPU faults ended here, by model and fault."""
         self._members: Members = lambda: ()
         self._prober = LinkProber(
             self._peers, self._busy, client.measure, source_address, clock, timing
@@ -137,8 +143,14 @@ class Profiling:
     async def load(self, spec: pb.StageSpec, checkpoint: str, load: Load) -> pb.LoadReady:
         """Completes `spec` for this node, runs `load`, and stores its measurements.
 
-        `checkpoint` is the fingerprint of the files. Raises as `load`.
+        `checkpoint` is the fingerprint of the files. Raises as `load`, and LoadFailed where the
+        head does not know yet that a GPU fault has limited the chunk here.
         """
+        limit = self._profiles.chunk_limit(checkpoint, spec.dtype)
+        if limit is not None and spec.prefill_chunk > limit.rows:
+            raise LoadFailed(f"{limit} rows; the model is placed again with that", param=CHUNK)
+        is_short = limit is not None and limit.fault == "memory"
+        spec.keeps_chunk = is_short or spec.prefill_chunk <= SHORTEST
         generator = spec.stage == 0
         spec.measure_layers = self._profiles.missing(checkpoint, spec.dtype, generator=generator)
         spec.listen.extend(self._addresses[1:])
@@ -150,6 +162,16 @@ class Profiling:
             ready.layers.layer_bytes = spec.layer_bytes
             await asyncio.to_thread(self._profiles.store, checkpoint, ready.layers)
         return ready
+
+    def limit_chunk(self, spec: pb.StageSpec, fault: GpuFault) -> ChunkLimit | None:
+        """Counts a GPU fault that ended a runner. Returns the limit that follows from it."""
+        self.gpu_faults[spec.model, fault] += 1
+        before = self._profiles.chunk_limit(spec.checkpoint_sha256, spec.dtype)
+        limit = shortened(spec.prefill_chunk, before, fault)
+        if limit is not None:
+            save = self._profiles.limit_chunk(spec, limit)
+            _ = background(asyncio.to_thread(save), "saving a chunk's limit")
+        return limit
 
     async def correct(self, spec: pb.StageSpec, state: pb.RunnerState) -> None:
         """Corrects the times of a stage by what answers have just shown."""

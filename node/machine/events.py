@@ -27,7 +27,7 @@ _OfPlacements = Literal["placed", "replicas", "adopted", "superseded", "stage_lo
 _OfLoads = Literal["resumed", "load_failed", "unloaded"]
 _OfFiles = Literal["copied", "pulled", "pull_failed", "removed", "peer_left"]
 _OfJoining = Literal["join_requested", "join_approved", "join_refused", "rekeyed"]
-_OfThisNode = Literal["woke", "loop_ended", "loop_recovered", "dropped"]
+_OfThisNode = Literal["woke", "gpu_fault", "loop_ended", "loop_recovered", "dropped"]
 Kind: TypeAlias = (
     _OfMembers | _OfHeads | _OfPlacements | _OfLoads | _OfFiles | _OfJoining | _OfThisNode
 )
@@ -40,7 +40,7 @@ BACKLOG: Final = 256
 _WARNINGS: Final[frozenset[Kind]] = frozenset(
     (
         *("suspected", "died", "term_not_stored", "loop_ended", "stage_lost", "superseded"),
-        *("load_failed", "pull_failed", "peer_left", "join_refused", "dropped"),
+        *("gpu_fault", "load_failed", "pull_failed", "peer_left", "join_refused", "dropped"),
     )
 )
 

@@ -16,6 +16,7 @@ from ...placement.cluster import (
 from ...placement.drafting import EnabledState
 from ...placement.dtype_bytes import BYTES
 from ...placement.errors import ModelNotFound
+from ...placement.gpu_faults import limit_of
 from ...placement.ids import ModelId, NodeId
 from ...placement.library import not_here
 from ...placement.pace import lent
@@ -230,6 +231,7 @@ def node_facts(
         measured=measured_layers(f.profiles),
         prefill_s=times.prefill_s * MOST / max(1, times.prefill_rows) if times else 0.0,
         profile_dtype=times.dtype if times else "",
+        chunk_limit=limit_of(times.chunk_limit, times.chunk_fault) if times else None,
         dtype=f.dtype if f.dtype in BYTES else "auto",
         float32_products=f.float32_products,
     )

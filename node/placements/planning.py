@@ -105,6 +105,11 @@ class PlannerView:
             return False
         return self._facts.mtp_switch(generator.key.node).enabled
 
+    def short_of_chunk(self, plan: StagedPlan) -> frozenset[NodeId]:
+        limits = {node.id: node.chunk_limit for node in self._facts.view(plan.model).nodes}
+        rows = plan.plan.prefill_chunk
+        return frozenset(node for node, limit in limits.items() if limit and limit.rows < rows)
+
     def name(self, serial: int) -> PlacementId:
         """Unique because terms are: see `election`."""
         digest = hashlib.sha256(f"{self.head} {self.term} {serial}".encode())

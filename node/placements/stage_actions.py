@@ -15,6 +15,7 @@ from ...placement.errors import (
 from ...placement.ids import NodeId, PlacementId
 from ...placement.kv_bits import FIELD as KV_BITS
 from ...proto import peer_pb2 as pb
+from ..links.measurements import CHUNK
 from ..machine.tasks import background
 from ..machine.timing import Timing
 from ..runners.runner_client import Endpoint
@@ -171,6 +172,9 @@ class StageActions:
             kind = self._kind(fault, extra=extra)
             if self._facts.split_refusal(plan.model) != refusal or self._replans(plan, fault):
                 kind = "plan"
+            if fault.param == CHUNK:
+                kind = "plan"
+                await asyncio.sleep(self._timing.watch_s)  # its node's report will show the limit
             log.warning("stage %d of %s: %s", key.stage, key.placement, fault.message)
             self._observations.fail(runner, kind, fault)
             self._observations.remove(key)

@@ -214,6 +214,10 @@ class PlanningView(Protocol):
         """It was loaded without its draft head because of a switch that is on now."""
         ...
 
+    def short_of_chunk(self, plan: StagedPlan) -> frozenset[NodeId]:
+        """The nodes that a GPU fault has left shorter chunks of prompts than the plan's."""
+        ...
+
     def name(self, serial: int) -> PlacementId:
         """The name of a new placement, which none had before."""
         ...

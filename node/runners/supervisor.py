@@ -13,22 +13,25 @@ from typing import Literal
 
 from ...placement.cluster import layer_range
 from ...placement.errors import InsufficientMemory, LoadFailed, from_code
+from ...placement.gpu_faults import GpuFault, gpu_fault
 from ...proto import peer_pb2 as pb
 from ...proto.fields import filled
 from ...proto.framing import HEAD_BYTES, body_bytes, framed
 from ..machine.log import apart
 from ..machine.settings import LOAD_TIMEOUT_S
+from ..machine.tasks import cancel
 from ..machine.timing import Timing
 from ..trust.certificates import Credentials
 from .cpu_time import cpu_seconds, is_stopped
 from .load_watch import LoadWatch, idle_s
-from .runner_log import relay
+from .runner_log import LAST_WORDS_S, relay
 
 log = logging.getLogger(__name__)
 
 Status = Literal["loading", "ready", "failed"]
 Progress = Callable[[pb.LoadProgress], None]
 OnAnswer = Callable[[pb.StageSpec, pb.RunnerState], Awaitable[None]]
+OnGpuFault = Callable[[pb.StageSpec, GpuFault], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ class RunnerProcess:
         on_exit: Callable[["RunnerProcess"], None],
         on_answer: Callable[["RunnerProcess", pb.RunnerState], Awaitable[None]],
         timing: Timing,
+        on_gpu_fault: OnGpuFault = lambda _spec, _fault: None,
     ) -> None:
         self.spec = spec
         self.status: Status = "loading"
@@ -62,6 +66,7 @@ class RunnerProcess:
         self.error = ""
         self._on_exit = on_exit
         self._on_answer = on_answer
+        self._on_gpu_fault: OnGpuFault | None = on_gpu_fault
         self._timing = timing
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -125,11 +130,10 @@ class RunnerProcess:
             if self._process.returncode is None:
                 self._process.kill()
             _ = await self._process.wait()
+        _ = await self._ending()  # what ended it may not have been noticed yet
         if self._writer is not None:
             self._writer.close()
-        for task in self._tasks:
-            task.cancel()
-        _ = await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(self._tasks)
 
     def _start_message(self, host: RunnerHost) -> pb.RunnerStart:
         credentials = host.credentials()
@@ -249,13 +253,18 @@ class RunnerProcess:
         self.status, self.error = "failed", error
 
     async def _ending(self) -> str:
-        """The reason why the child ended, with its last lines: MLX aborts by signal."""
+        """Why the child ended, with its last lines; reports a GPU fault, once, of a loaded one."""
         assert self._process is not None
         code = await self._process.wait()
+        if self._tasks:
+            _ = await asyncio.wait(self._tasks[:1], timeout=LAST_WORDS_S)
         how = f"was ended by signal {-code}" if code < 0 else f"exited with status {code}"
         how += f" ({self._verdict})" if self._verdict else ""
-        s, lines = self.spec, "" if self._verdict else " | ".join(self._last_lines)
-        last = f"; it last wrote: {lines}" if lines else ""
+        s, lines = self.spec, " | ".join(self._last_lines)
+        last = f"; it last wrote: {lines}" if lines and not self._verdict else ""
+        if self._on_gpu_fault and self.ready and (fault := gpu_fault(f"{self._verdict} {lines}")):
+            self._on_gpu_fault(s, fault)
+            self._on_gpu_fault = None
         return f"the runner of {s.model}, {layer_range(s.first_layer, s.end_layer)}, {how}{last}"
 
 
@@ -267,12 +276,15 @@ class Supervisor:
         host: RunnerHost,
         on_exit: Callable[[pb.StageSpec, str], None],
         on_answer: OnAnswer | None = None,
+        on_gpu_fault: OnGpuFault = lambda _spec, _fault: None,
     ) -> None:
         """`on_exit(spec, reason)` is called for a ready runner that ended by itself; `on_answer`
-        with the speeds that an answer has shown while no other runner worked."""
+        with the speeds that an answer has shown while no other runner worked; `on_gpu_fault` before
+        a runner that one ended leaves `states`."""
         self._host = host
         self._on_exit = on_exit
         self._on_answer = on_answer
+        self._on_gpu_fault = on_gpu_fault
         self._runners: dict[tuple[str, int], RunnerProcess] = {}
 
     async def load(self, spec: pb.StageSpec, progress: Progress) -> pb.LoadReady:
@@ -284,7 +296,7 @@ class Supervisor:
             await self.unload(*key, kill=True)
         self._require_room(spec)
         runner = self._runners[key] = RunnerProcess(
-            spec, self._remove, self._answered, self._host.timing
+            spec, self._remove, self._answered, self._host.timing, self._on_gpu_fault
         )
         try:
             return await runner.start(self._host, progress)
@@ -307,8 +319,7 @@ class Supervisor:
 
     async def unload(self, placement: str, stage: int, *, kill: bool = False) -> None:
         """Stops the runner of a stage, if there is one."""
-        runner = self._runners.pop((placement, stage), None)
-        if runner is not None:
+        if (runner := self._runners.pop((placement, stage), None)) is not None:
             await runner.stop(kill=kill)
 
     def cpu_s_of(self, placement: str, stage: int) -> float | None:

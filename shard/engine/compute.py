@@ -11,7 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from ...placement.errors import ExoNodeError
+from ...placement.errors import DeviceLost, ExoNodeError
+from ...placement.gpu_faults import gpu_fault, is_failed_command
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -22,6 +23,21 @@ def as_exception(fault: BaseException) -> Exception:
     if isinstance(fault, Exception):
         return fault
     return ExoNodeError(f"a library tried to end the process: {type(fault).__name__}: {fault}")
+
+
+def device_lost(fault: BaseException, *, keeps_chunk: bool = True) -> DeviceLost | None:
+    """The error with which a GPU fault ends the process, or None if it need not end.
+
+    MLX reports a command that failed once, in whichever call comes next, and what that command
+    should have written stays undefined: prefixes and other answers' caches among it. Want of memory
+    leaves all as it was, but only another process has a shorter chunk (unless it `keeps_chunk`).
+    """
+    if isinstance(fault, DeviceLost):
+        return fault
+    kind = gpu_fault(str(fault))
+    if kind is None or (kind == "memory" and keeps_chunk and not is_failed_command(str(fault))):
+        return None
+    return DeviceLost(f"the GPU ended a computation, and its process with it: {fault}")
 
 
 def as_job(work: Callable[[], T]) -> "tuple[Callable[[], None], Future[T]]":
@@ -35,7 +51,10 @@ def as_job(work: Callable[[], T]) -> "tuple[Callable[[], None], Future[T]]":
             result = work()
         # The edge of the compute thread: a job may raise anything, which the caller must get.
         except BaseException as fault:
-            future.set_exception(as_exception(fault))
+            lost = device_lost(fault)
+            future.set_exception(lost or as_exception(fault))
+            if lost is not None:
+                raise lost from fault
         else:
             future.set_result(result)
 

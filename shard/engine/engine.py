@@ -10,6 +10,8 @@ import mlx.core as mx
 
 from ...mtp.types import FinishReason, Prefilled, Rebuilt, Round, Step
 from ...placement.errors import StateLost
+from ...placement.gpu_faults import gpu_fault
+from .compute import device_lost
 from .executor import LocalExecutor
 from .pipeline_executor import PipelineExecutor
 from .prefill_forward import PrefillForward
@@ -33,7 +35,11 @@ class Engine:
         executor: LocalExecutor | PipelineExecutor,
         scheduler: Scheduler,
         clock: Callable[[], float],
+        *,
+        keeps_chunk: bool = True,
     ) -> None:
+        """`keeps_chunk`: see `device_lost`, which ends `step` and the compute thread."""
+        self._keeps_chunk = keeps_chunk
         self.executor = executor
         self.scheduler = scheduler
         self._clock = clock
@@ -231,6 +237,7 @@ class Engine:
         try:
             work(request)
         except BaseException as fault:  # its reader gets it, SystemExit of a library too
+            self._require_device(fault, [request])
             self._end(request, fault)
 
     @contextmanager
@@ -240,7 +247,19 @@ class Engine:
         try:
             yield
         except BaseException as fault:
+            self._require_device(fault, requests)
             self._end_lost(requests, fault)
+
+    def _require_device(self, fault: BaseException, requests: Sequence[Request]) -> None:
+        """Raises DeviceLost where the process has to end: all answers resume on another one.
+
+        Only one that has found no memory with a short chunk either ends with that error.
+        """
+        if (lost := device_lost(fault, keeps_chunk=self._keeps_chunk)) is None:
+            return
+        if self._keeps_chunk and gpu_fault(str(fault)) == "memory" and len(requests) == 1:
+            self._end(requests[0], fault)
+        raise lost from fault
 
     def _end_lost(self, requests: Sequence[Request], fault: BaseException) -> None:
         """Ends the requests that a failed forward shared caches with: those are undefined.

@@ -13,6 +13,9 @@ class EngineOptions:
     context_length: int
     prefill_chunk: int = 512
     """Rows of a prompt in one forward."""
+    keeps_chunk: bool = True
+    """Whether a forward that finds no memory ends its answer: else the process ends, and the next
+    one reads prompts in shorter chunks."""
     async_draft_eval: bool = True
     max_draft_tokens: int = 0
     """The largest K that a request may ask for; ignored without a draft head."""

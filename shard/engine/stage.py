@@ -23,6 +23,7 @@ from ..model.tensors import DTYPES, ITEM_BYTES, from_bytes, require_finite, to_b
 from ..pipeline.frames import BlockMember, HiddenBlock
 from ..pipeline.link import Key
 from ..pipeline.seen_attempts import SeenAttempts
+from .compute import device_lost
 from .prefixes.borders import PrefillLog
 from .prefixes.prompt_path import PromptPath
 from .prefixes.store import PrefixStore
@@ -72,8 +73,11 @@ class StageWorker:
         expected: StageLimits,
         clock: Callable[[], float],
         prefixes: PrefixStore | None = None,
+        *,
+        keeps_chunk: bool = True,
     ) -> None:
-        """`prefixes`: this stage's prefix cache, or None."""
+        """`prefixes`: this stage's prefix cache, or None. `keeps_chunk`: see `device_lost`."""
+        self._keeps_chunk = keeps_chunk
         self._model = model
         self._expected = expected
         self._clock = clock
@@ -135,6 +139,8 @@ class StageWorker:
         try:
             data = self._compute(block, requests)
         except FORWARD_FAULTS as fault:
+            if (gone := device_lost(fault, keeps_chunk=self._keeps_chunk)) is not None:
+                raise gone from fault
             lost = [r for r in self._rounds.groups.forget(requests) if not r.has_ended]
             for request in lost:
                 self._drop(request.key[0])

@@ -28,7 +28,7 @@ from ..model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedI
 import grpc
 import grpc.aio
 
-from ...placement.errors import ExoNodeError, LoadFailed
+from ...placement.errors import DeviceLost, ExoNodeError, LoadFailed
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ...proto.checked_calls import BoundNumbers
@@ -72,6 +72,8 @@ class RunnerLog(logging.Formatter):
         return super().format(record).replace("\n", "\n" + prefix)
 
 
+LAST_WORDS_S = 0.1
+"""Seconds in which the event loop still sends an answer the error that ends it."""
 SAVE_S = 2.0
 """Seconds in which a runner that ends writes prefixes; its node kills it after `Timing.reply_s`."""
 
@@ -100,6 +102,9 @@ class Runner:
         """Ends the process: without its compute thread a runner only looks alive. The node starts
         another one."""
         message = f"the runner's compute thread died: {type(fault).__name__}; see its log"
+        if isinstance(fault, DeviceLost):
+            message = fault.message
+            time.sleep(LAST_WORDS_S)
         failure = pb.Failure(code=ExoNodeError.code, message=message)
         self._parent.send(pb.FromRunner(failure=failure))
         logging.shutdown()
@@ -167,7 +172,13 @@ class Runner:
         if spec.stage:
             budget, caches = spec.prefix_cache_bytes, loaded.model.make_caches
             prefixes = PrefixStore(budget, caches, self._disk)
-            worker = StageWorker(loaded.model, expected, time.monotonic, prefixes)
+            worker = StageWorker(
+                loaded.model,
+                expected,
+                time.monotonic,
+                prefixes,
+                keeps_chunk=spec.keeps_chunk,
+            )
             if spec.batching:
                 await asyncio.wrap_future(self._compute.submit(worker.probe))
             self._stage = WorkerService(spec, expected, following, self._compute, worker)

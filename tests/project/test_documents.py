@@ -300,7 +300,7 @@ def test_a_code_in_the_api_pages_table_of_errors_has_its_status() -> None:
 
 
 def test_the_metrics_page_lists_every_metric() -> None:
-    text = Metrics(Totals()).render(NodeState("1", {}, {}, [])).decode()
+    text = Metrics(Totals()).render(NodeState("1", {}, {}, [], {})).decode()
     metrics = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
     table = text_of("docs/metrics.md")
     listed = {span for line in table.splitlines() if line.startswith("| `") for span in spans(line)}

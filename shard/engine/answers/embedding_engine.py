@@ -82,7 +82,7 @@ class EmbeddingEngine:
         """Why no inputs share forwards; empty where they may."""
         executor = LocalExecutor(target, make_caches, None, clock)
         scheduler = Scheduler(options.context_length, options.prefill_chunk)
-        self._engine = Engine(executor, scheduler, clock)
+        self._engine = Engine(executor, scheduler, clock, keeps_chunk=options.keeps_chunk)
 
     def drive(
         self, compute: ComputeThread, request: EmbeddingRequest, deliver: Put

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from ....mtp.finite import DraftNotFinite, NotFinite
 from ....mtp.grammar import GrammarMatcher
-from ....placement.errors import InvalidRequest, NumericError, StateLost
+from ....placement.errors import InsufficientMemory, InvalidRequest, NumericError, StateLost
+from ....placement.gpu_faults import gpu_fault
 from ...model.tensors import numeric_error
 
 
@@ -31,4 +32,9 @@ def public_fault(
         # Its entry node has every round that was delivered: the next attempt shows whether the
         # target or a draft is at fault.
         return StateLost(str(fault))
+    if gpu_fault(str(fault)) == "memory":
+        return InsufficientMemory(
+            f"the computer ran out of memory in the middle of this answer ({fault}); send a "
+            "shorter prompt, load the model with a shorter context, or unload other models"
+        )
     return fault

@@ -116,7 +116,9 @@ class TextEngine:
             self._local_executor(forms) if link is None else self._pipeline_executor(link)
         )
         self.step_times = self._executor.step_times
-        self._engine = Engine(self._executor, self._scheduler(), clock)
+        self._engine = Engine(
+            self._executor, self._scheduler(), clock, keeps_chunk=options.keeps_chunk
+        )
         self.measurements = self._measurements(forms, profile, vocabulary)
 
     def _round_forms(self, caches: Sequence[object], runs_ahead: bool | None) -> RoundForms:

@@ -37,6 +37,7 @@ STATE = NodeState(
     version="1.2.3",
     nodes={"alive": 2, "suspect": 0, "dead": 1},
     placements={"ready": 1, "failed": 0},
+    gpu_faults={("demo", "watchdog"): 2},
     runners=[
         pb.StageState(
             model="demo",
@@ -218,7 +219,7 @@ def test_the_nodes_own_state_is_what_it_is_when_asked() -> None:
         labels = (*runner, ("tier", tier))
         assert samples["exo_node_runner_prefix_tokens_total", labels] == count
     assert samples["exo_node_runner_peak_memory_bytes", runner] == 400
-    later = NodeState("1.2.3", {"alive": 1}, {}, [])
+    later = NodeState("1.2.3", {"alive": 1}, {}, [], {})
     assert ("exo_node_runner_cache_bytes", runner) not in sampled(metrics.render(later))
 
 

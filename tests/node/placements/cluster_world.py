@@ -14,6 +14,7 @@ from cards import stage_bytes
 from fakes import FakeFacts, FakeStages
 
 from exo_node.node.cluster.desired import DesiredPlacements
+from exo_node.node.links.measurements import CHUNK
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.timing import LAN, Timing
 from exo_node.node.placements.loaded_placement import LoadedPlacement, epoch_from_wire
@@ -32,6 +33,7 @@ from exo_node.placement.errors import (
     PeerLost,
     PeerRefused,
 )
+from exo_node.placement.gpu_faults import ChunkLimit
 from exo_node.placement.ids import ModelId, NodeId, PlacementId
 from exo_node.placement.kv_bits import load_refusal, source_of
 from exo_node.placement.library import packaged_cards
@@ -126,6 +128,10 @@ class World:
         self.kv_refusals: tuple[tuple[ModelId, str], ...] = ()
         """Caches that no node can quantise, as the first load that tries shows."""
         self.known_kv_refusals: tuple[tuple[ModelId, str], ...] = ()
+        self.chunk_limits: dict[NodeId, ChunkLimit] = {}
+        """As GPU faults have set them on nodes."""
+        self.known_chunk_limits: dict[NodeId, ChunkLimit] = {}
+        """As heads see them, a while after a node has refused a load."""
         self._clock = asyncio.ensure_future(self._tick())
 
     @property
@@ -434,6 +440,7 @@ class Head(FakeStages, FakeFacts):
                     self.world.machines[node].memory
                     - sum(s for m, s in promises.get(node, {}).items() if m != placing),
                     1e11,
+                    chunk_limit=self.world.known_chunk_limits.get(node),
                 )
                 for node in alive
             ),
@@ -465,6 +472,10 @@ class Head(FakeStages, FakeFacts):
         if not world.reaches(self.id, node):
             await asyncio.sleep(1.0)
             raise PeerLost(f"{node} is gone")
+        if (limit := world.chunk_limits.get(node)) and spec.prefill_chunk > limit.rows:
+            learn = world.known_chunk_limits.update
+            _ = asyncio.get_running_loop().call_later(3.0, learn, {node: limit})
+            raise LoadFailed("the chunk is too long here", param=CHUNK)
         key = (spec.placement, spec.stage)
         _ = machine.processes.pop(key, None)
         used_bytes = sum(process.memory for process in machine.processes.values())

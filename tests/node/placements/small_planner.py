@@ -61,6 +61,8 @@ class SmallPlanner:
     lacking: frozenset[str] = frozenset()
     """Models whose draft head was left out because of a switch that is on by now."""
 
+    chunk_limits: Mapping[str, int] = field(default_factory=dict[str, int])
+    """By node, after a GPU fault."""
     link_rate: float = 0.0
     """Bytes a second between two nodes; 0: not measured."""
 
@@ -136,6 +138,10 @@ class SmallPlanner:
 
     def copy_seconds(self, plan: StagedPlan, source: NodeId, target: NodeId, nbytes: int) -> float:
         return nbytes / self.link_rate if self.link_rate else inf
+
+    def short_of_chunk(self, plan: StagedPlan) -> frozenset[NodeId]:
+        rows = plan.plan.prefill_chunk
+        return frozenset(NodeId(n) for n, most in self.chunk_limits.items() if most < rows)
 
     def lacks_head(self, plan: StagedPlan, generator: StageRunner) -> bool:
         return plan.model in self.lacking

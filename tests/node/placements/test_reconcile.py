@@ -131,6 +131,7 @@ class Case:
     speeds: Mapping[str, float] = field(default_factory=dict[str, float])
     leads_s: float = 900.0
     lacking: frozenset[str] = frozenset()
+    chunks: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def observed(self) -> Observed:
         observed = Observed(
@@ -144,7 +145,11 @@ class Case:
 
     def view(self) -> SmallPlanner:
         return SmallPlanner(
-            self.sizes, self.speeds, leads_since=NOW - self.leads_s, lacking=self.lacking
+            self.sizes,
+            self.speeds,
+            leads_since=NOW - self.leads_s,
+            lacking=self.lacking,
+            chunk_limits=self.chunks,
         )
 
     def situation(self, link_rate: float = 0.0) -> Situation:
@@ -190,6 +195,11 @@ CASES = [
     Case("drafting that was switched on loads the model again", ["replan p", "unload p/0 on a"],
          runners=LOADED, lacking=frozenset("m")),
     # ------------------------------------------------------------------ losses
+    Case("a stage lost to a GPU fault goes to a node that takes its chunk", ["load p/1 on c"],
+         [PAIRED], runners=TWIN[:1], chunks={"b": 256}),
+    Case("without such a node the others, whose chunk is as long, go with it",
+         ["replan p", "unload p/0 on a"], [PAIRED], "a b", runners=TWIN[:1],
+         chunks={"a": 256, "b": 256}),
     Case("a whole model whose runner is lost is planned again", ["load n1/0 on a"],
          failures=failed("loss", last_s=0.1), marks=PROVEN),
     Case("a lost stage goes to a node that holds no other", ["load p/1 on b"], [PAIRED],

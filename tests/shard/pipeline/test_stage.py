@@ -12,6 +12,7 @@ from clocks import Clock
 from models import make_checkpoint
 
 from exo_node.placement.errors import (
+    DeviceLost,
     ExoNodeError,
     InvalidFrame,
     NumericError,
@@ -567,6 +568,20 @@ def test_a_shared_forward_that_fails_is_lost_to_each_of_its_requests_and_no_othe
     for key in (("r1", 2), ("r3", 1)):
         stage.worker.release(key)
     assert stage.worker.cache_bytes() == 0
+
+
+@pytest.mark.parametrize("keeps_chunk", [False, True])
+def test_want_of_memory_ends_the_process_where_a_shorter_chunk_may_help(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, *, keeps_chunk: bool
+) -> None:
+    stage.worker = StageWorker(stage.model, EXPECTED, stage.clock, keeps_chunk=keeps_chunk)
+
+    def starved(*_: object) -> mx.array:
+        raise RuntimeError("[malloc] Unable to allocate 34359738368 bytes.")
+
+    monkeypatch.setattr(StageModel, "hidden", starved)
+    with pytest.raises(RuntimeError if keeps_chunk else DeviceLost, match="Unable to allocate"):
+        _ = stage.forward(0, 2)
 
 
 def test_what_is_no_fault_of_a_forward_is_raised(
