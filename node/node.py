@@ -65,7 +65,11 @@ class Node:
         facts = NodeFactsSource(
             cluster, local.library, local.switches, fetcher, auto_download=settings.auto_download
         )
-        self._awake = Awake(settings.keep_awake, self._supervisor.is_working)
+        self._awake = Awake(
+            lambda: local.switches.keep_awake,
+            self._supervisor.is_working,
+            local.switches.note_awake_refusal,
+        )
         self._stages = LocalStages(settings, fetcher, local.profiling, self._supervisor)
         stages = ClusterStages(
             self._stages, cluster, peering.client, peering.channels, local.profiling, timing

@@ -21,7 +21,7 @@ from .cluster.desired import Desired
 from .cluster.membership import Status as NodeStatus
 from .local_node import LocalNode
 from .machine.own_command import own_command
-from .machine.switches import SwitchName
+from .machine.switches import Name, Value
 from .model_list import ModelList
 from .peering import PeerWiring
 from .placements.loaded_placement import LoadedPlacement
@@ -145,7 +145,7 @@ class NodeOperations:
     async def settings(self) -> dict[str, Any]:
         return self._local.switches.describe()
 
-    async def change_settings(self, changes: Mapping[SwitchName, bool]) -> dict[str, Any]:
+    async def change_settings(self, changes: Mapping[Name, Value]) -> dict[str, Any]:
         self._local.switches.change(changes)
         return self._local.switches.describe()
 

@@ -78,6 +78,7 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 SLOW_FILES = {
     "cluster": (
         "processes/test_namespaces",
+        "processes/test_gpu_faults",
         "processes/test_prefix_move",
         "processes/test_head_answers",
         "processes/test_sleep",

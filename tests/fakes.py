@@ -22,7 +22,7 @@ from exo_node.node.chat.requests import (
 )
 from exo_node.node.cluster.desired import DesiredPlacements
 from exo_node.node.machine.events import EventLog
-from exo_node.node.machine.switches import SwitchName
+from exo_node.node.machine.switches import Name, Value
 from exo_node.node.machine.timing import LOCAL, Timing
 from exo_node.node.placements.claims import Claims
 from exo_node.node.placements.placements import Placements
@@ -168,6 +168,7 @@ class FakeOperations:
 
     is_ready: bool = True
     enabled: bool = True
+    keep_awake: Value = "answers"
     placed: dict[str, Json] = field(default_factory=dict[str, Json])
     cluster_source: Callable[[], Json] = lambda: {"head": "a" * 20, "nodes": []}
     mtp_stats_body: Json = field(default_factory=lambda: {"models": {}})
@@ -217,13 +218,15 @@ class FakeOperations:
             "native_mtp_enabled": {"value": self.enabled, "writable": True},
             "native_mtp_async_draft_eval": {"value": True, "writable": False},
             "native_mtp_adaptive": {"value": True, "writable": True},
+            "keep_awake": {"value": self.keep_awake, "writable": True, "reason": ""},
         }
 
-    async def change_settings(self, wanted: Mapping[SwitchName, bool]) -> Json:
+    async def change_settings(self, wanted: Mapping[Name, Value]) -> Json:
         name = "native_mtp_async_draft_eval"
         if name in wanted:
             raise InvalidRequest(f"{name} is fixed by a variable", param=name)
-        self.enabled = wanted.get("native_mtp_enabled", self.enabled)
+        self.enabled = bool(wanted.get("native_mtp_enabled", self.enabled))
+        self.keep_awake = wanted.get("keep_awake", self.keep_awake)
         return await self.settings()
 
     async def ready(self) -> tuple[bool, str]:

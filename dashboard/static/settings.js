@@ -26,6 +26,13 @@ const SWITCHES = [
   },
 ];
 
+const AWAKE = {
+  name: "keep_awake",
+  title: "Keep this machine awake",
+  text: "Prevents sleep by itself. A closed lid or the menu still sends it to sleep.",
+  choices: { answers: "while it answers", always: "always", never: "never" },
+};
+
 const SOURCES = {
   default: "Default.",
   environment: "Fixed by an environment variable.",
@@ -48,6 +55,13 @@ export function Place({ data, talk, onForgetKey }) {
             <${Switch} key=${item.name} ...${item} setting=${settings[item.name]} may=${mayChange(data)} refresh=${refresh} />`)}
         </ul>
       </section>
+      ${settings?.keep_awake && html`
+        <section aria-labelledby="machine-title">
+          <h2 id="machine-title">This machine</h2>
+          <ul class="rows">
+            <${Switch} ...${AWAKE} setting=${settings.keep_awake} may=${mayChange(data)} refresh=${refresh} />
+          </ul>
+        </section>`}
       <section aria-labelledby="browser-title">
         <h2 id="browser-title">This browser</h2>
         <ul class="rows">
@@ -89,13 +103,13 @@ function Kept({ talk }) {
     </li>`;
 }
 
-function Switch({ name, title, text, setting, may, refresh }) {
+function Switch({ name, title, text, choices, setting, may, refresh }) {
   const [wanted, setWanted] = useState(null);
   const [failure, setFailure] = useState("");
   const on = wanted ?? setting.value;
 
   async function flip(event) {
-    const value = event.target.checked;
+    const value = choices ? event.target.value : event.target.checked;
     setWanted(value);
     setFailure("");
     try {
@@ -107,17 +121,24 @@ function Switch({ name, title, text, setting, may, refresh }) {
     setWanted(null);
   }
 
+  const shared = {
+    "aria-label": title,
+    "aria-describedby": `${name}-text`,
+    disabled: !may || !setting.writable || wanted !== null,
+    onChange: flip,
+  };
   return html`
     <li>
       <label class="switch-row">
         <span>
           <strong>${title}</strong>
           <span class="muted small" id=${`${name}-text`}>${text} ${SOURCES[setting.source] ?? ""}</span>
-          ${!setting.writable && html`<span class="small warn-text">${setting.reason}</span>`}
+          ${setting.reason && html`<span class="small warn-text">${setting.reason}</span>`}
         </span>
-        <input type="checkbox" role="switch" checked=${on} aria-label=${title}
-          aria-describedby=${`${name}-text`} disabled=${!may || !setting.writable || wanted !== null}
-          onChange=${flip} />
+        ${choices
+          ? html`<select value=${on} ...${shared}>${Object.entries(choices).map(([value, label]) => html`
+              <option key=${value} value=${value}>${label}</option>`)}</select>`
+          : html`<input type="checkbox" role="switch" checked=${on} ...${shared} />`}
       </label>
       ${failure && html`<p class="notice bad" role="alert">${failure}</p>`}
     </li>`;

@@ -9,7 +9,7 @@ const TONES = {
   suspected: "warn", leaving: "warn", superseded: "warn", replanned: "warn",
   join_requested: "warn", join_refused: "warn", dropped: "warn", adopted: "busy",
   woke: "busy", head_changed: "busy", election: "busy", rekeyed: "busy",
-  died: "bad", stage_lost: "bad", load_failed: "bad", pull_failed: "bad", loop_ended: "bad", term_not_stored: "bad",
+  died: "bad", stage_lost: "bad", gpu_fault: "bad", load_failed: "bad", pull_failed: "bad", loop_ended: "bad", term_not_stored: "bad",
 };
 
 export function Timeline({ events }) {

@@ -47,9 +47,16 @@ def inhibitor(system: str, pid: int) -> tuple[str, ...]:
 class Awake:
     """Holds a power assertion while `is_working()`, and for half a minute afterwards."""
 
-    def __init__(self, when: KeepAwake, is_working: Callable[[], bool]) -> None:
-        self._when: KeepAwake = when
+    def __init__(
+        self,
+        when: Callable[[], KeepAwake],
+        is_working: Callable[[], bool],
+        on_refusal: Callable[[str], None],
+    ) -> None:
+        """`on_refusal` is called with the reason where the system does not let it."""
+        self._when = when
         self._is_working = is_working
+        self._on_refusal = on_refusal
         self._process: asyncio.subprocess.Process | None = None
         self._stderr: int | None = None
         self._began, self._ends = 0.0, 0
@@ -58,25 +65,28 @@ class Awake:
     async def run(self) -> None:
         """Looks once a second, until cancelled. Returns where the system does not let it."""
         command = inhibitor(sys.platform, os.getpid())
-        if self._when == "never":
-            return
         if shutil.which(command[0]) is None:
-            log.info("%s is missing: this machine may sleep while it answers", command[0])
-            return
+            return self._refuse(f"{command[0]} is missing")
         now = asyncio.get_running_loop().time
         until = now()
         try:
             while True:
-                if self._when == "always" or self._is_working():
+                when = self._when()
+                if when == "always" or self._is_working():
                     until = now() + _LINGER_S
-                if now() >= until:
+                if now() >= until or when == "never":
                     await self._release()
                 elif refusal := await self._hold(command):
-                    log.info("this machine may sleep while it answers: %s", refusal)
-                    return
+                    return self._refuse(refusal)
                 await asyncio.sleep(_LOOK_EVERY_S)
         finally:
             await self._release()
+
+    def _refuse(self, why: str) -> None:
+        text = f"this machine may sleep while it answers: {why}"
+        if self._when() != "never":
+            log.info("%s", text)
+        self._on_refusal(text)
 
     async def _hold(self, command: tuple[str, ...]) -> str:
         """Makes the assertion, again where somebody ended it; why the system refused it, or ""."""

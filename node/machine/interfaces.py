@@ -1,10 +1,11 @@
 """This machine's addresses that peers may use, and the one that a route starts from."""
 
+import contextlib
 import ipaddress
 import re
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,9 +17,10 @@ from .hardware import output_of
 
 LOOPBACK: Final = "127.0.0.1"
 MAX_ADDRESSES: Final = 8
+WIFI: Final = ("Wi-Fi", "AirPort")
 
 # Bridges of containers and virtual machines lead to no other machine, and macOS's awdl and llw
-# (AirDrop, low-latency WLAN) take no servers. A Thunderbolt bridge is called bridge0 and stays.
+# (AirDrop, low-latency WLAN) take no servers.
 _INWARD: Final = ("docker", "br-", "veth", "virbr", "vmnet", "vboxnet", "awdl", "llw")
 
 
@@ -33,29 +35,45 @@ class Interface:
 
 def own_interfaces() -> list[Interface]:
     """The system's current IPv4 addresses, those of cables first, then sorted by interface name."""
-    states, wireless = psutil.net_if_stats(), wireless_names()
-    named = sorted(psutil.net_if_addrs().items(), key=lambda each: (each[0] in wireless, each[0]))
+    states, ports = psutil.net_if_stats(), hardware_ports()
+    named = psutil.net_if_addrs().items()
     return [
         Interface(name, each.address, name not in states or states[name].isup)
-        for name, addresses in named
+        for name, addresses in sorted(named, key=lambda each: (ports.get(each[0]) in WIFI, each[0]))
         for each in addresses
-        if each.family == socket.AF_INET
+        if each.family == socket.AF_INET and not is_virtual_bridge(name, ports)
     ]
 
 
-@cache
-def wireless_names() -> frozenset[str]:
-    """The wireless interfaces, by the system's own list: en0 is Wi-Fi on a MacBook and a cable on a
-    Mac Studio."""
+def is_virtual_bridge(name: str, ports: Mapping[str, str]) -> bool:
+    """Whether it is one of a Mac's bridges to its own virtual machines, which have the same address
+    on every Mac. Thunderbolt's is a hardware port."""
+    return "bridge0" in ports and name.startswith("bridge") and name not in ports
+
+
+def hardware_ports() -> Mapping[str, str]:
+    """The kinds of interfaces that the system names, by device: en0 is Wi-Fi on a MacBook and a
+    cable on a Mac Studio. Empty where it does not answer; it is asked again then."""
     if sys.platform == "darwin":
-        return parse_hardware_ports(output_of("networksetup", "-listallhardwareports") or "")
-    return frozenset(path.parent.name for path in Path("/sys/class/net").glob("*/phy80211"))
+        with contextlib.suppress(TimeoutError):
+            return _mac_ports()
+        return {}
+    return {path.parent.name: "Wi-Fi" for path in Path("/sys/class/net").glob("*/phy80211")}
 
 
-def parse_hardware_ports(text: str) -> frozenset[str]:
-    """The devices of Wi-Fi in the output of `networksetup -listallhardwareports`."""
+@cache
+def _mac_ports() -> Mapping[str, str]:
+    """Raises TimeoutError, so that only an answer is kept."""
+    ports = parse_hardware_ports(output_of("networksetup", "-listallhardwareports") or "")
+    if not ports:
+        raise TimeoutError
+    return ports
+
+
+def parse_hardware_ports(text: str) -> Mapping[str, str]:
+    """The ports in the output of `networksetup -listallhardwareports`, by device."""
     ports = re.findall(r"^Hardware Port: (.*)\nDevice: (\S+)$", text, re.MULTILINE)
-    return frozenset(device for port, device in ports if port.strip() in ("Wi-Fi", "AirPort"))
+    return {device: port.strip() for port, device in ports}
 
 
 def advertised_host(setting: str | None, interfaces: Iterable[Interface]) -> str:

@@ -99,7 +99,7 @@ class Settings(BaseModel):
     `responses_gb`: GB of stored responses, 0 for none; `responses_keep`: seconds until one expires.
     `load_timeout` is in seconds; see `load_watch`. `timing` is "lan", or "local" for nodes that are
     all on one machine. `log_file` None: stderr. `keep_awake`: when the machine may not go to sleep
-    by itself.
+    by itself; None leaves it to the page.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -146,7 +146,7 @@ class Settings(BaseModel):
     responses_keep: Annotated[float, BeforeValidator(duration_s)] = 30 * 86_400.0
     kv_bits: Annotated[int, BeforeValidator(as_kv_bits)] | None = None
     log_file: Annotated[Path, BeforeValidator(as_path)] | None = None
-    keep_awake: Annotated[KeepAwake, BeforeValidator(as_choice(get_args(KeepAwake)))] = "answers"
+    keep_awake: Annotated[KeepAwake, BeforeValidator(as_choice(get_args(KeepAwake)))] | None = None
 
 
 SOURCES: Final = {name: source_of(name) for name in Settings.model_fields}

@@ -274,6 +274,27 @@ def test_keys_begin_a_chat_search_and_copy_the_last_answer(view: Visit) -> None:
     expect(page.get_by_text("There is no answer to copy.")).to_be_visible()
 
 
+def test_the_machine_is_kept_awake_as_chosen_and_the_refusal_of_a_fixed_choice_is_shown(
+    view: Visit,
+) -> None:
+    page = view.go("#/settings")
+    chosen = page.get_by_label("Keep this machine awake")
+    expect(chosen).to_have_value("answers")
+    chosen.select_option("always")
+    expect(chosen).to_be_enabled()
+    expect(chosen).to_have_value("always")
+    page.reload()
+    expect(chosen).to_have_value("always")
+    assert view.violations() == []
+    view.shot("settings-awake")
+    fixed = {"value": "never", "source": "environment", "writable": False, "reason": "fixed by X=1"}
+    page.route("**/v1/settings", lambda route: route.fulfill(json={"keep_awake": fixed}))
+    page.reload()
+    expect(chosen).to_have_value("never")
+    expect(chosen).to_be_disabled()
+    expect(page.get_by_text("fixed by X=1")).to_be_visible()
+
+
 def test_colours_are_chosen_and_kept(view: Visit) -> None:
     page = view.go("#/settings")
     ground = "getComputedStyle(document.body).backgroundColor"

@@ -4,7 +4,7 @@ The faults are false ones, in the words of MLX: written to stderr by a process t
 raised by a forward over more rows of a prompt than a file allows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def started(folder: Path, models: Path) -> Iterator[Faults]:
+def started(folder: Path, models: Path) -> Generator[Faults]:
     (folder / "site").mkdir(parents=True, exist_ok=True)
     _ = (folder / "site" / "sitecustomize.py").write_text(FAULTY)
     _ = (folder / "site" / "fault").write_text("off 999999 -")

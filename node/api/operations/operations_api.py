@@ -8,7 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....placement.errors import InvalidRequest, ModelNotFound
-from ...machine.switches import NAMES, SwitchName
+from ...machine.awake import KeepAwake
+from ...machine.switches import NAMES, Name, Value
 from ..http.bodies import EmptyBody, StrictBody
 from ..http.dialects import HEALTH_PATHS
 from ..http.long_bodies import json_response
@@ -75,7 +76,7 @@ class Operations(Protocol):
         """`value`, `source`, `writable` and `reason` by name."""
         ...
 
-    async def change_settings(self, changes: Mapping[SwitchName, bool], /) -> Json:
+    async def change_settings(self, changes: Mapping[Name, Value], /) -> Json:
         """Changes them for new requests. Returns all settings.
 
         Raises InvalidRequest where an environment variable has fixed one.
@@ -105,8 +106,9 @@ class SettingsBody(StrictBody):
     native_mtp_enabled: bool = False
     native_mtp_async_draft_eval: bool = False
     native_mtp_adaptive: bool = False
+    keep_awake: KeepAwake = "answers"
 
-    def changes(self) -> dict[SwitchName, bool]:
+    def changes(self) -> dict[Name, Value]:
         return {name: getattr(self, name) for name in NAMES if name in self.model_fields_set}
 
 

@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -59,19 +59,24 @@ def _lives(pid: int) -> bool:
     return False
 
 
+def nothing(name: str) -> None:
+    del name
+
+
 @contextlib.asynccontextmanager
-async def running(when: KeepAwake, works: list[bool]) -> AsyncGenerator["asyncio.Task[None]"]:
-    """`works[0]`: whether the machine works now."""
-    task = asyncio.create_task(Awake(when, lambda: works[0]).run())
+async def running(
+    when: KeepAwake | list[KeepAwake],
+    works: list[bool],
+    on_refusal: Callable[[str], None] = nothing,
+) -> AsyncGenerator["asyncio.Task[None]"]:
+    """`works[0]`: whether the machine works now; `when[0]`, of a list: what is chosen now."""
+    chosen: list[KeepAwake] = when if isinstance(when, list) else [when]
+    task = asyncio.create_task(Awake(lambda: chosen[0], lambda: works[0], on_refusal).run())
     try:
         yield task
     finally:
         _ = task.cancel()
         _ = await asyncio.gather(task, return_exceptions=True)
-
-
-def nothing(name: str) -> None:
-    del name
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -97,6 +102,21 @@ async def test_it_holds_while_there_is_work_and_lets_go_afterwards(
         works[0] = True
         await until(lambda: len(living(held)) == 1)
     assert not living(held), "it ends with the node"
+
+
+async def test_a_choice_on_the_page_holds_and_lets_go_at_once(
+    install: Callable[[str], None], held: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(HOLDS)
+    monkeypatch.setattr(awake, "_LINGER_S", 3600.0)
+    when: list[KeepAwake] = ["never"]
+    async with running(when, [True]):
+        await asyncio.sleep(0.1)
+        assert not held.exists()
+        when[0] = "always"
+        await until(lambda: len(living(held)) == 1)
+        when[0] = "never"
+        await until(lambda: not living(held))
 
 
 async def test_a_command_that_somebody_killed_is_started_again(
@@ -159,9 +179,11 @@ async def test_a_refusal_is_said_once_and_ends_the_attempts(
 ) -> None:
     caplog.set_level("INFO")
     install(REFUSES)
-    async with running("always", [False]) as task:
+    refusals = list[str]()
+    async with running("always", [False], refusals.append) as task:
         await asyncio.wait_for(task, 20)
     (record,) = caplog.records
+    assert refusals == [record.getMessage()]
     assert "this machine may sleep while it answers: " in record.getMessage()
     assert record.getMessage().endswith("Failed to inhibit: Access denied")
 
@@ -209,23 +231,17 @@ async def test_neither_a_child_nor_deaf_ears_keep_a_node_from_its_end(
     await until(lambda: not living(held))
 
 
-async def test_where_the_command_is_missing_or_not_wanted_nothing_runs(
-    install: Callable[[str], None],
-    held: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+async def test_where_the_command_is_missing_nothing_runs_and_a_choice_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    install(HOLDS)
-    async with running("never", [True]) as task:
-        await asyncio.wait_for(task, 20)
     monkeypatch.setattr(shutil, "which", nothing)
-    async with running("always", [True]) as task:
-        await asyncio.wait_for(task, 20)
-    assert not held.exists()
-    assert [
-        "is missing: this machine may sleep" in each.getMessage() for each in caplog.records
-    ] == [True]
+    refusals = list[str]()
+    for when in get_args(KeepAwake):
+        async with running(when, [True], refusals.append) as task:
+            await asyncio.wait_for(task, 20)
+    assert len(refusals) == 3 and all(each.endswith(" is missing") for each in refusals)
+    assert [each.getMessage() for each in caplog.records] == refusals[:2], "not of never"
 
 
 def test_the_assertion_ends_with_the_process_even_if_that_is_killed() -> None:

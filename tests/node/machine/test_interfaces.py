@@ -1,5 +1,7 @@
 """A node announces the addresses that lead to other machines, and no others."""
 
+# pyright: reportPrivateUsage=false
+
 import psutil
 import pytest
 
@@ -9,6 +11,7 @@ from exo_node.node.machine.interfaces import (
     Interface,
     advertised_host,
     announced_addresses,
+    hardware_ports,
     own_interfaces,
     parse_hardware_ports,
     source_address,
@@ -85,18 +88,41 @@ DESKTOP = NOTEBOOK.replace("en0", "en1").replace(
 )
 
 
-def test_wireless_interfaces_are_those_that_the_system_names() -> None:
-    assert parse_hardware_ports(NOTEBOOK) == {"en0"}
-    assert parse_hardware_ports(DESKTOP) == {"en1"}
+def test_kinds_of_interfaces_are_those_that_the_system_names() -> None:
+    assert parse_hardware_ports(NOTEBOOK) == {"bridge0": "Thunderbolt Bridge", "en0": "Wi-Fi"}
+    assert parse_hardware_ports(DESKTOP) == {"en0": "Ethernet", "en1": "Wi-Fi"}
     for nonsense in ("", "networksetup: not found", "Hardware Port: Wi-Fi\n", "Device: en0\n"):
-        assert parse_hardware_ports(nonsense) == frozenset()
+        assert parse_hardware_ports(nonsense) == {}
 
 
-def test_addresses_of_cables_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_of_cables_come_first_and_bridges_to_virtual_machines_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     loopback = next(iter(psutil.net_if_addrs().values()))
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"en0": loopback, "en7": loopback})
-    monkeypatch.setattr(interfaces, "wireless_names", lambda: frozenset({"en0"}))
-    assert [each.name for each in own_interfaces()] == ["en7", "en0"]
+    names = ("bridge0", "bridge100", "en0", "en7")
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: dict.fromkeys(names, loopback))
+    monkeypatch.setattr(interfaces, "hardware_ports", lambda: parse_hardware_ports(NOTEBOOK))
+    assert [each.name for each in own_interfaces()] == ["bridge0", "en7", "en0"]
+
+
+def test_a_mac_that_did_not_name_its_ports_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers, asked = [None, "", NOTEBOOK], list[str]()
+
+    def output_of(*command: str) -> str | None:
+        asked.append(command[0])
+        return answers[len(asked) - 1]
+
+    monkeypatch.setattr(interfaces, "output_of", output_of)
+    monkeypatch.setattr(interfaces.sys, "platform", "darwin")
+    interfaces._mac_ports.cache_clear()
+    try:
+        found = [hardware_ports() for _ in range(4)]
+    finally:
+        interfaces._mac_ports.cache_clear()
+    assert found == [{}, {}, *[parse_hardware_ports(NOTEBOOK)] * 2]
+    assert asked == ["networksetup"] * 3
 
 
 def test_a_heartbeat_does_not_grow_without_bound() -> None:
