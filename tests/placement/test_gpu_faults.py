@@ -89,4 +89,4 @@ def test_a_placement_reads_prompts_as_its_most_limited_node_can_and_says_so() ->
     assert placed.prefill_chunk == 64 < alone.prefill_chunk
     assert "prompts are read 64 tokens at a time" in placed.reason
     assert "at a time" not in alone.reason
-    assert prefill_chunk(model, (limited,), placed.stages, 4096, mtp=False) == 64
+    assert prefill_chunk(model, (free, limited)) == 64

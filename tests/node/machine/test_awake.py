@@ -141,7 +141,7 @@ async def test_it_holds_on_for_a_while_after_the_work(
             idle.append(True)
         return not held.exists()
 
-    task = asyncio.create_task(Awake("answers", works).run())
+    task = asyncio.create_task(Awake(lambda: "answers", works, nothing).run())
     await until(lambda: len(idle) > 5)
     assert len(living(held)) == 1
     _ = task.cancel()
