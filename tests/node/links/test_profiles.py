@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from exo_node.node.links import layer_profiles
 from exo_node.node.links.layer_profiles import LayerProfiles
+from exo_node.placement.gpu_faults import ChunkLimit, GpuFault
 from exo_node.proto import peer_pb2 as pb
 
 
@@ -154,3 +155,25 @@ def test_a_folder_that_cannot_be_written_costs_the_file_only(
     profiles.store("f1", times())
     assert profiles.times() == [times()]
     assert "could not be saved" in caplog.text
+
+
+@pytest.mark.parametrize(("fault", "outlives"), [("watchdog", True), ("memory", False)])
+def test_a_chunk_that_a_gpu_fault_left_is_published_and_that_of_a_watchdog_kept(
+    tmp_path: Path, fault: GpuFault, *, outlives: bool
+) -> None:
+    """Memory may be there another time."""
+    spec = pb.StageSpec(model="demo", checkpoint_sha256="f1", dtype="float32")
+    limited = times(chunk_limit=256, chunk_fault=fault)
+    profiles, limit = open_profiles(tmp_path), ChunkLimit(256, fault)
+    save = profiles.limit_chunk(spec, limit)
+    save()  # nothing is measured yet
+    unmeasured = pb.LayerTimes(
+        model="demo", dtype="float32", chunk_limit=256, chunk_fault=limit.fault
+    )
+    assert profiles.times() == [unmeasured]
+    profiles.store("f1", times())
+    assert profiles.times() == [limited]
+    assert profiles.chunk_limit("f1", "float32") == limit
+    assert profiles.chunk_limit("f2", "float32") is None
+    assert open_profiles(tmp_path).times() == [limited if outlives else times()]
+    assert open_profiles(tmp_path, mlx="2").chunk_limit("f1", "float32") is None

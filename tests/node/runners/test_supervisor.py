@@ -3,6 +3,7 @@
 # pyright: reportPrivateUsage=false
 
 import asyncio
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,3 +77,54 @@ async def test_each_answer_shows_its_speed_once_and_none_beside_another_runner_a
         await runner._on_state(before)
     expected = [("p", 0.5, 0.0), ("p", 0.5, 0.0), ("p", 0.0, 1.5)]
     assert shown == (expected if reported else [])
+
+
+WATCHDOG = (
+    "libc++abi: terminating due to uncaught exception of type std::runtime_error: [METAL] Command "
+    "buffer execution failed: Caused GPU Timeout Error "
+    "(00000002:kIOGPUCommandBufferCallbackErrorTimeout)"
+)
+ABORTS_ONCE_READY = f"""
+import os, socket, sys
+from exo_node.proto import peer_pb2 as pb
+from exo_node.proto.framing import framed
+ready = pb.FromRunner(ready=pb.LoadReady(pid=os.getpid()))
+socket.socket(fileno=int(sys.orig_argv[-1])).sendall(framed(ready.SerializeToString()))
+os.write(2, {WATCHDOG.encode()!r} + b"\\n")
+os.abort()
+"""
+
+
+@pytest.mark.parametrize("head_noticed_first", [False, True])
+async def test_the_last_words_of_a_runner_tell_of_a_gpu_fault_once(
+    tmp_path: Path, *, head_noticed_first: bool
+) -> None:
+    """The head may unload a runner that does not answer before its node knows that it ended."""
+    _ = (tmp_path / "sitecustomize.py").write_text(ABORTS_ONCE_READY)
+    host = RunnerHost(
+        node="a" * 20,
+        host="127.0.0.1",
+        credentials=lambda: Credentials(b"", b"", b""),
+        environment={"PYTHONPATH": str(tmp_path)},
+        timing=LAN,
+    )
+    faults, ends = list[tuple[str, str]](), list[str]()
+    supervisor = Supervisor(
+        host,
+        lambda _, why: ends.append(why),
+        on_gpu_fault=lambda spec, fault: faults.append((spec.placement, fault)),
+    )
+    try:
+        spec = pb.StageSpec(placement="p", path=str(tmp_path))
+        ready = await supervisor.load(spec, lambda _: None)
+        if head_noticed_first:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                _ = psutil.Process(ready.pid).wait(60)  # this loop stands still meanwhile
+            await supervisor.unload("p", 0, kill=True)
+        async with asyncio.timeout(60):
+            while not faults:
+                await asyncio.sleep(0.01)
+    finally:
+        await supervisor.close()
+    assert faults == [("p", "watchdog")]
+    assert [WATCHDOG in why for why in ends] == [True] * (not head_noticed_first)
