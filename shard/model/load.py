@@ -177,7 +177,14 @@ def _choose_kernels(
     family = family_of(stage.model) if spec.stage == 0 else None
     parts += [part for part in (family.output if family else None, head) if part is not None]
     mode = "mlx" if spec.kernels == "mlx" else "auto"
-    return install(stage.model, parts, mode, lambda step: report(pb.LoadProgress(step=step)))
+    return install(
+        stage.model,
+        parts,
+        mode,
+        lambda step: report(pb.LoadProgress(step=step)),
+        [] if spec.pooling else stage.own_modules(outer=spec.stage == 0),
+        DTYPES[spec.dtype],
+    )
 
 
 def _load_head(

@@ -85,6 +85,14 @@ class StageModel:
         """The layers that are computed here."""
         return self._layers[self.first : self.end]
 
+    def own_modules(self, *, outer: bool) -> list[nn.Module]:
+        """The modules in the own layers, and if `outer` those around all layers, each once."""
+        own = {id(m): m for layer in self.own_layers for _, m in layer.named_modules()}
+        if outer:
+            layered = {id(m) for layer in self._layers for _, m in layer.named_modules()}
+            own |= {id(m): m for _, m in self.model.named_modules() if id(m) not in layered}
+        return list(own.values())
+
     def make_caches(self) -> list[Any]:
         """One request's caches, without those that only other stages write."""
         caches = self._fresh_caches()

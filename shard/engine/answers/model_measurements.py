@@ -43,10 +43,13 @@ class ModelMeasurements:
         profile: DraftProfile,
         vocabulary: int,
         clock: Callable[[], float],
+        *,
+        shares_prompts: bool = True,
     ) -> None:
         """`forms`: those of the engine's rounds; of a split model, this stage's rounds.
 
         `make_caches`: makes the caches of one request. `profile`: keeps what was measured.
+        `shares_prompts`: whether prompts may be read in one forward.
         """
         self.identity = "off"
         """The greedy identity of drafts; "off" without a draft head."""
@@ -56,6 +59,7 @@ class ModelMeasurements:
         """Why no requests share forwards; empty where they may."""
         self._forms = forms
         self._options = options
+        self._shares_prompts = shares_prompts
         self._drafting = drafting
         self._lookup = lookup
         self.profile = profile
@@ -125,7 +129,9 @@ class ModelMeasurements:
 
     def _measure_batch(self, forms: RoundForms, k: int) -> None:
         try:
-            self.batch_identity = probe_batch_identity(self.subject, k, self.profile)
+            self.batch_identity = probe_batch_identity(
+                self.subject, k, self.profile, shares_prompts=self._shares_prompts
+            )
         except MODEL_FAULTS as fault:  # only the probe's own state is lost
             self.batching_reason = f"this model cannot be computed in batches ({headline(fault)})"
             log.warning("%s: its requests take turns", self.batching_reason)

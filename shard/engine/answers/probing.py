@@ -51,12 +51,14 @@ def probe_identity(subject: Subject, k: int, profile: DraftProfile) -> str:
     return value
 
 
-def probe_batch_identity(subject: Subject, k: int, profile: DraftProfile) -> str:
+def probe_batch_identity(
+    subject: Subject, k: int, profile: DraftProfile, *, shares_prompts: bool = True
+) -> str:
     """`batch_identity` for up to `k` drafts, measured once for each profile."""
     measured, context = profile.batch_identity, min(subject.context_length, LONGEST_PROBED)
     if measured is not None and (measured.k, measured.context_length) == (k, context):
         return measured.value
-    value = batch_identity(subject, k, shares_prompts=True)
+    value = batch_identity(subject, k, shares_prompts=shares_prompts)
     profile.batch_identity = MeasuredIdentity(value=value, k=k, context_length=context)
     return value
 

@@ -16,6 +16,7 @@ from ....mtp.schedule import Schedule
 from ....mtp.targets import FamilyTarget, WholeTarget
 from ....mtp.types import CacheTier, FinishReason, GenerationStats
 from ....placement.errors import InvalidRequest
+from ...kernels import row_groups
 from ...kernels.install import used
 from ...model.load import Loaded
 from ...model.tower import embedding_of
@@ -105,7 +106,9 @@ class TextEngine:
         )
         caches = stage.make_caches()
         self.lookup = LookupControl(options, stage.model, caches, is_whole=link is None)
-        self._can_batch_prompts = family is not None and can_batch(caches)
+        # Grouped products compute many rows of one request as one call, padding included.
+        is_grouped = row_groups.NAME in self._kernels
+        self._can_batch_prompts = family is not None and can_batch(caches) and not is_grouped
         self._prefixes = PrefixStore(
             options.prefix_cache_bytes, stage.make_caches, prefix_disk, self._schedule.turn_ends
         )
@@ -139,6 +142,7 @@ class TextEngine:
             profile,
             vocabulary,
             self._clock,
+            shares_prompts=self._can_batch_prompts,
         )
 
     def _local_executor(self, forms: RoundForms) -> LocalExecutor:

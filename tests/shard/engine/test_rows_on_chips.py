@@ -1,0 +1,185 @@
+"""On chips whose products depend on the number of rows no draft, copy or neighbour changes a token.
+
+The engine and the model are real, and each chip's products and attention are stand-ins for Metal's
+(`chips.py`). Contexts are short: there attention has one kernel for any number of rows that is
+fused.
+"""
+
+# mlx is typed in part only.
+# pyright: reportUnknownMemberType=false
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from chips import M1, M3_MAX, M5, Chip, on_chip
+from engines import Answer, answer, engine_of, load_quietly, request
+from forced_copies import FixedLength, force
+from mlx import nn
+from readers import GREEDY, SEEDED, Reader, prompt, together
+from small import small_spec
+
+from exo_node.shard.engine.answers.text_engine import TextEngine
+from exo_node.shard.kernels import row_groups, row_sets
+from exo_node.shard.kernels.install import used
+from exo_node.shard.kernels.row_groups import group_rows
+from exo_node.shard.model.load import Loaded
+
+CONTEXT = 1000
+"""Below the first border of attention, 1,024 keys."""
+TOKENS = 40
+PLACES = [
+    (M1, "4 bits"),
+    (M3_MAX, "float32"),
+    (M3_MAX, "bfloat16"),
+    (M3_MAX, "4 bits"),
+    (M5, "4 bits"),
+]
+"""The products of M3 are those of M3 Max. On M1 one row and more agree in 4 bits, but for layers of
+64 inputs."""
+NAMES = [f"{chip.name}, {precision}" for chip, precision in PLACES]
+SAMPLINGS = {"greedy": GREEDY, "seeded": SEEDED}
+
+
+@dataclass(frozen=True, slots=True)
+class OnChip:
+    chip: Chip
+    precision: str
+    loaded: Loaded
+
+    def engine(self, **changes: Any) -> TextEngine:
+        return engine_of(self.loaded, spec_of(self.precision, **changes))
+
+    def alone(self, prompt: Sequence[int], **changes: Any) -> Answer:
+        """The answer to one request without drafts."""
+        return answer(self.engine(batching=False), asked(prompt, **changes))
+
+
+def spec_of(precision: str, **changes: Any) -> Any:
+    dtype = "float32" if precision == "float32" else "bfloat16"
+    fields = {"native_mtp": True, "context_length": CONTEXT, "dtype": dtype}
+    return small_spec(**(fields | changes))
+
+
+def asked(prompt: Sequence[int], k: int = 0, **changes: Any) -> Any:
+    return request(prompt, k, TOKENS, **({"ignore_eos": True, "top_logprobs": 0} | changes))
+
+
+def load_on(precision: str) -> Loaded:
+    """The small model as a runner loads it; of 4 bits, in groups of 32."""
+    loaded = load_quietly(spec_of(precision))
+    if precision != "4 bits":
+        return loaded
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_groups, "may_depend_on_rows", lambda: False)
+        loaded = load_quietly(spec_of(precision))
+    nn.quantize(loaded.model.model, group_size=32, bits=4)
+    mx.eval(loaded.model.model.parameters())
+    modules = loaded.model.own_modules(outer=True)
+    return replace(loaded, kernels=group_rows(modules, mx.bfloat16))
+
+
+@pytest.fixture(scope="module", params=PLACES, ids=NAMES)
+def served(request: pytest.FixtureRequest) -> Iterator[OnChip]:
+    chip, precision = request.param
+    with on_chip(chip), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_sets, "VALUES", 64)  # a coarse deviation shows in each
+        yield OnChip(chip, precision, load_on(precision))
+
+
+@pytest.fixture(params=PLACES, ids=NAMES)
+def ungrouped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnChip]:
+    """The same without groups."""
+    chip, precision = request.param
+    with on_chip(chip):
+        monkeypatch.setattr(row_groups, "may_depend_on_rows", lambda: False)
+        yield OnChip(chip, precision, load_on(precision))
+
+
+def test_both_identities_are_bitwise_and_drafts_may_be_copied(served: OnChip) -> None:
+    engine = served.engine(prompt_lookup=True)
+    engine.measurements.measure()
+    assert engine.measurements.identity == engine.measurements.batch_identity == "bitwise"
+    assert engine.lookup.refusal == "" and engine.lookup.shared_reason == ""
+
+
+def test_without_groups_they_are_not(ungrouped: OnChip) -> None:
+    engine = ungrouped.engine(prompt_lookup=True)
+    engine.measurements.measure()
+    assert engine.measurements.identity == engine.measurements.batch_identity == "near_tie"
+    assert engine.lookup.refusal
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_drafts_change_no_token(served: OnChip, sampling: str) -> None:
+    for number in range(2):
+        rows, how = prompt(number), SAMPLINGS[sampling]
+        plain = served.alone(rows, sampling=how)
+        for k in (1, 2, 3):
+            drafted = answer(served.engine(), asked(rows, k, sampling=how))
+            assert drafted.ids == plain.ids
+            assert sum(r.accepted for r in drafted.rounds) > 0
+
+
+def test_without_groups_drafts_and_neighbours_change_tokens(ungrouped: OnChip) -> None:
+    plain = [ungrouped.alone(prompt(i)).ids for i in range(4)]
+    drafted = [answer(ungrouped.engine(), asked(prompt(i), 3)).ids for i in range(4)]
+    differs = [plain[i] != drafted[i] for i in range(4)] + _differs_in_batch(ungrouped, plain, 3)
+    assert any(differs)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_neighbours_change_no_token(served: OnChip, k: int) -> None:
+    plain = [served.alone(prompt(i), sampling=_sampling(i)).ids for i in range(8)]
+    assert not any(_differs_in_batch(served, plain, k))
+
+
+def _sampling(number: int) -> Any:
+    return SEEDED if number % 3 == 2 else GREEDY
+
+
+def _differs_in_batch(served: OnChip, plain: Sequence[Sequence[int]], k: int) -> list[bool]:
+    """Whether requests that begin one after the other, and leave, differ from `plain`."""
+    sampled = len(plain) == 8
+    readers = [
+        Reader(
+            asked(prompt(i), k, sampling=_sampling(i) if sampled else GREEDY),
+            begins=2 * i,
+            ends=21 if i == 5 else None,
+        )
+        for i in range(len(plain))
+    ]
+    engine = served.engine()
+    engine.measurements.batch_identity = "bitwise"  # prompts are read together if they may be
+    together(engine, readers)
+    assert all(r.end is None or r.end.stats.batched_tokens for r in readers)
+    return [tuple(r.ids) != tuple(plain[i])[: len(r.ids)] for i, r in enumerate(readers)]
+
+
+def test_copies_change_no_token(served: OnChip) -> None:
+    body = served.alone(prompt(1)).ids
+    rows = [*prompt(1), *body, *prompt(1)]
+    plain = served.alone(rows)
+    for length in (3, 7):
+        engine = served.engine(prompt_lookup=True)
+        force(engine.lookup, FixedLength(length))
+        copied = answer(engine, asked(rows, prompt_lookup=True))
+        assert copied.ids == plain.ids and copied.stats.lookup_proposed_tokens > 0
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_resumed_answer_goes_on_with_the_same_tokens(served: OnChip, k: int) -> None:
+    plain = served.alone(prompt(0))
+    rounds = answer(served.engine(), asked(prompt(0), k)).rounds
+    for cut in (1, len(rounds) // 2, len(rounds) - 1):
+        log = rounds[:cut]
+        rest = answer(served.engine(), asked(prompt(0), k, attempt=2, replay=log))
+        assert (*(t for r in log for t in r.tokens), *rest.ids) == plain.ids
+
+
+def test_kernels_say_which_products_are_grouped(served: OnChip) -> None:
+    grouped = [each for each in served.loaded.kernels if each.kernel == row_groups.NAME]
+    assert grouped and all(each.used for each in grouped)
+    assert row_groups.NAME in used(served.loaded.kernels)
