@@ -158,7 +158,8 @@ def _node_for(
     holders |= {key.node for key in loads if key[1:] == (placement.id, stage)}
     busy, avoided = set(placement.nodes), here.avoided(desired)
     barred = holders | here.doubtful() | desired.options.exclude
-    barred |= replica_nodes(here, desired, placement) | here.view.short_of_chunk(placement.plan)
+    barred |= replica_nodes(here, desired, placement)
+    barred |= here.view.short_of_chunk(placement.plan)
     able = [
         (node in avoided, node in busy, -unused, node)
         for node, unused in free.items()

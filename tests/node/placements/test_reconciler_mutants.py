@@ -51,6 +51,8 @@ MUTANTS: Sequence[tuple[str, str, str, str]] = [
      "barred = replica_nodes(here, desired, placement) |", "barred ="),
     ("a replica takes a lost stage onto another one's node", "reconcile",
      "barred |= replica_nodes(here, desired, placement)", "pass"),
+    ("a lost stage goes where a GPU fault has shortened the chunk", "reconcile",
+     "barred |= here.view.short_of_chunk(placement.plan)", "pass"),
     ("a replica is loaded before the first placement serves", "replicas",
      "or not serves:", "or not replicas:"),
     ("a replica is tried in every pass", "replicas",
