@@ -1,6 +1,7 @@
 """Writes what documents take from the code: `python docs/generate.py` (tests say when it is due).
 
-`docs/openapi.json`, the table of fields in `docs/api.md`, `docs/bench-serve.schema.json`, and the
+`docs/openapi.json`, the table of fields in `docs/api.md`, the schemas of `bench serve` and of
+shared results, the table of `docs/results.md` (a row for each file in `docs/results/`), and the
 dashboard's copy of `docs/clients.md`, which the package cannot take from `docs/`.
 """
 
@@ -17,6 +18,7 @@ from exo_node.node.api.server import Services, api_routes
 from exo_node.node.api.shared.answering import Answering
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.timing import PROFILES
+from exo_node.shard.tools.share.result import SharedResult, Spread, read_result
 from exo_node_bench.serve.result import Result
 
 HERE: Final = Path(__file__).resolve().parent
@@ -75,16 +77,74 @@ def fields_table(routes: Sequence[ApiRoute], paths: Iterable[str]) -> str:
 
 
 def with_table(page: str) -> str:
-    """The page with the table anew."""
+    """The page with the table of fields anew."""
+    return _between_marks(page, fields_table(routes(), ANSWERING))
+
+
+def _between_marks(page: str, table: str) -> str:
     before, _, rest = page.partition(BEGIN)
     after = rest.partition(END)[2]
-    return f"{before}{BEGIN}\n{fields_table(routes(), ANSWERING)}\n{END}{after}"
+    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+
+
+def with_results(page: str) -> str:
+    """The page with a row for each shared result. Raises InvalidSettings for other files."""
+    results = [
+        read_result(file.read_bytes(), f"docs/results/{file.name}")
+        for file in (HERE / "results").glob("*.json")
+    ]
+    results.sort(key=lambda each: (each.machine.chip, each.model.id or "", each.date))
+    heads = ("Machine", "Model", "Versions", "Exact", "Plain", "Drafted", "Gain", "First token")
+    rows = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    rows += [f"| {' | '.join(_cells(each))} |" for each in results]
+    return _between_marks(page, "\n".join(rows) + "\n")
+
+
+def _cells(result: SharedResult) -> tuple[str, ...]:
+    machine, model, speed = result.machine, result.model, result.speed
+    size = [f"{machine.memory_gb} GB"] if machine.memory_gb else []
+    cores = [f"{machine.cores} cores"] if machine.cores and machine.backend == "cpu" else []
+    numbers = f"{model.bits} bits" if model.bits else model.dtype
+    random = ["random weights"] if model.weights == "random" else []
+    source = f", [from a bench](../{result.source})" if result.source else ""
+    versions = result.versions
+    return (
+        ", ".join((machine.chip, machine.backend, *size, *cores, machine.system)),
+        ", ".join((model.id or f"not named, {model.layers} layers", numbers, *random)),
+        f"exo-node {versions.exo_node}, mlx {versions.mlx}, {result.date}{source}",
+        _exactness(result),
+        _figure(speed.plain_tok_s, "tok/s"),
+        _figure(speed.drafted_tok_s, "tok/s"),
+        _figure(speed.ratio, "times"),
+        f"{_figure(speed.first_token_s, 's')} after {speed.prompt_tokens}"
+        if speed.first_token_s
+        else "",
+    )
+
+
+def _exactness(result: SharedResult) -> str:
+    """The verdict, else the checks that there are; the floor where drafts need one."""
+    identity = result.identity
+    parts = ", ".join(f"{name} {finding}" for name, finding in identity.parts.items())
+    text = identity.verdict.replace("_", " ") if identity.verdict else parts
+    floor = identity.floor or 1
+    return f"{text}, from {floor} rows" if floor > 1 else text
+
+
+def _figure(spread: Spread | None, unit: str) -> str:
+    if spread is None:
+        return ""
+    wide = f" ({spread.least:g}-{spread.most:g})" if spread.least and spread.most else ""
+    return f"{spread.median:g}{wide} {unit}"
 
 
 if __name__ == "__main__":
     _ = (HERE / "openapi.json").write_text(openapi())
     schema = json.dumps(Result.model_json_schema(), indent=1)
     _ = (HERE / "bench-serve.schema.json").write_text(f"{schema}\n")
-    page = HERE / "api.md"
-    _ = page.write_text(with_table(page.read_text()))
+    schema = json.dumps(SharedResult.model_json_schema(), indent=1)
+    _ = (HERE / "result.schema.json").write_text(f"{schema}\n")
+    for name, written in (("api.md", with_table), ("results.md", with_results)):
+        page = HERE / name
+        _ = page.write_text(written(page.read_text()))
     _ = CLIENTS.write_text((HERE / "clients.md").read_text())

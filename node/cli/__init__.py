@@ -7,7 +7,7 @@ child.py: the child process of a command that loads a model
 client.py: HTTP to the running node
 coding_tools.py: the coding tools that `exo-node launch` starts, and how each is set up
 convert_models.py: `exo-node models graft`, `convert`, `import` and `check`
-doctor.py: `exo-node doctor` and `exo-node report`
+doctor.py: `exo-node doctor`
 events.py: `exo-node events`
 failures.py: the end of a command that fails
 flags.py: flags that several commands share
@@ -20,6 +20,7 @@ model_choice.py: the model of a coding tool, checked for its context and loaded
 models.py: `exo-node models`, `show` and `recommend`
 output.py: tables, answers and notes on the terminal
 plan.py: `exo-node plan`
+report.py: `exo-node report`
 service.py: `exo-node service`
 start.py: `exo-node start` and `exo-node stop`
 status.py: `exo-node status`

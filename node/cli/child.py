@@ -3,6 +3,7 @@
 import contextlib
 import subprocess
 import sys
+import threading
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -102,6 +103,35 @@ def run_child(module: str, request: str, environment: Mapping[str, str]) -> int:
     """The exit status of a child that prints its own output. Raises LoadFailed for a signal."""
     with child_process(module, request, environment) as child:
         status = child.wait()
+    return _ended(status)
+
+
+def read_child(
+    module: str, request: str, environment: Mapping[str, str], limit_s: float
+) -> tuple[int, bytes]:
+    """The exit status and the stdout of a child, which prints its own notes and errors to stderr.
+
+    Raises LoadFailed for a signal, and for a child that `limit_s` was too short for.
+    """
+    with child_process(module, request, environment, subprocess.PIPE) as child:
+        assert child.stdout is not None
+        expired = threading.Event()
+        limit = threading.Timer(limit_s, lambda: (expired.set(), child.kill()))
+        limit.start()
+        try:
+            output = child.stdout.read()
+            status = child.wait()
+        finally:
+            limit.cancel()
+    if expired.is_set() and status:
+        raise LoadFailed(
+            f"it was not done after {limit_s:.0f} s and was ended; close other programs, or name a "
+            "smaller model"
+        )
+    return _ended(status), output
+
+
+def _ended(status: int) -> int:
     if status < 0:
         raise LoadFailed(
             f"the process that ran the model was ended by signal {-status}; if memory ran out, "

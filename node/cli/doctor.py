@@ -1,6 +1,5 @@
-"""`exo-node doctor` and `report`: what is wrong on this machine, and what to do about it."""
+"""`exo-node doctor`: what is wrong on this machine, and what to do about it."""
 
-import json
 import platform
 import shutil
 import socket
@@ -10,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import typer
 
@@ -18,15 +17,12 @@ from ...placement.errors import ExoNodeError
 from ...shard.checkpoint.vision import LIGHT_WAY, has_extra
 from ..machine import local_network
 from ..machine.interfaces import own_interfaces
-from ..machine.private_files import update_private
-from .client import ApiEndpoint, call, connect, follow, with_remedy
-from .flags import AsJson, DataDir, LocalPort, argument, client_settings
+from .client import ApiEndpoint, call, connect, with_remedy
+from .flags import AsJson, DataDir, LocalPort, client_settings
 from .join import not_asked_text
-from .output import Json, joined, note, print_json
+from .output import Json, joined, print_json
 from .status import offline_text
 from .times import TIMES
-
-_File = Annotated[str, argument("FILE", "Where to write it.")]
 
 _LEAST_DISK: Final = 20 * 10**9
 _LEAST_MEMORY: Final = 4 * 10**9
@@ -51,7 +47,7 @@ def doctor(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = F
     something is.
     """
     settings = client_settings(port, data_dir)
-    findings = list(check_all(settings.data_dir, _endpoint(port, data_dir)))
+    findings = list(check_all(settings.data_dir, endpoint_or_fault(port, data_dir)))
     if as_json:
         print_json({"findings": [asdict(each) for each in findings]})
     else:
@@ -266,59 +262,9 @@ def _member(member: Json, me: Json) -> Finding:
     return Finding("member", "ok", text)
 
 
-def _endpoint(port: str | None, data_dir: str | None) -> ApiEndpoint | ExoNodeError:
+def endpoint_or_fault(port: str | None, data_dir: str | None) -> ApiEndpoint | ExoNodeError:
     """The node, or why there is none to ask."""
     try:
         return connect(port, data_dir)
     except ExoNodeError as fault:
         return fault
-
-
-# ---------------------------------------------------------------------------- report
-
-_EVENTS: Final = 200
-
-
-def report(
-    file: _File = "exo-node-report.json", port: LocalPort = None, data_dir: DataDir = None
-) -> None:
-    """Write what explains a problem into a file.
-
-    It is there to be attached to an issue, and holds versions, what `doctor` finds, the cluster,
-    placements, statistics and events: no prompts, answers, keys or tokens. Read it before you send
-    it; it has names of machines.
-    """
-    settings = client_settings(port, data_dir)
-    endpoint = _endpoint(port, data_dir)
-    findings = [asdict(each) for each in check_all(settings.data_dir, endpoint)]
-    bundle: dict[str, Any] = {"format": "exo-node report 1", "findings": findings}
-    if not isinstance(endpoint, ExoNodeError):
-        bundle |= _public_state(endpoint)
-    try:
-        update_private(Path(file).expanduser(), (json.dumps(bundle, indent=2) + "\n").encode())
-    except OSError as fault:
-        raise ExoNodeError(f"{file} cannot be written: {fault.strerror}") from fault
-    note(f"{file} is written; read it before you send it")
-
-
-def _public_state(endpoint: ApiEndpoint) -> dict[str, Any]:
-    """Everything that any user of the node may read; the error of each part that fails."""
-    state: dict[str, Any] = {}
-    parts = {
-        "cluster": "/v1/cluster",
-        "placements": "/v1/placements",
-        "models": "/v1/models",
-        "settings": "/v1/settings",
-        "statistics": "/v1/mtp/stats",
-        "profile": "/v1/cluster/profile",
-    }
-    for name, path in parts.items():
-        try:
-            state[name] = call(endpoint, path, timeout_s=30)
-        except ExoNodeError as fault:
-            state[name] = {"error": fault.message}
-    try:
-        state["events"] = list(follow(endpoint, f"/v1/events?follow=0&limit={_EVENTS}"))
-    except ExoNodeError as fault:
-        state["events"] = {"error": fault.message}
-    return state

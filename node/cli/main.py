@@ -53,7 +53,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "top": "Watch nodes, models, requests and tokens a second.",
         "events": "Show what happened in the cluster, one line each.",
         "doctor": "Look for what is wrong here.",
-        "report": "Write what explains a problem into a file.",
+        "report": "Write what explains a problem into a file, or a result to publish.",
         "verify": "Check that drafts change no answer of a model.",
         "bench": "Measure models on this machine, and the cluster.",
     },
@@ -148,8 +148,10 @@ def _module(name: str) -> ModuleType:
             from . import events as module
         case "service":
             from . import service as module
-        case "doctor" | "report":
+        case "doctor":
             from . import doctor as module
+        case "report":
+            from . import report as module
         case "verify":
             from . import verify as module
         case "bench":

@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("node", "placement", "proto", "shard", "mtp", "dashboard")
 BUILD_INPUTS = (*FOLDERS, "pyproject.toml", "README.md", "LICENSE")
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-BENCH: dict[str, Any] = tomllib.loads((ROOT / "bench" / "pyproject.toml").read_text())["project"]
 
 
 def tracked() -> set[str]:
@@ -44,7 +43,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 
 def _built(names: Iterable[str], temporary: pytest.TempPathFactory, project: str) -> set[str]:
-    """The names in a wheel that is built offline from a copy: builds leave their traces behind."""
+    """The names in a wheel that is built by `_wheel_of`."""
+    with zipfile.ZipFile(_wheel_of(names, temporary, project)) as archive:
+        return set(archive.namelist())
+
+
+def _wheel_of(names: Iterable[str], temporary: pytest.TempPathFactory, project: str) -> Path:
+    """A wheel that is built offline from a copy: builds leave their traces behind."""
     source, out = temporary.mktemp("source"), temporary.mktemp("wheel")
     for name in names:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -53,8 +58,7 @@ def _built(names: Iterable[str], temporary: pytest.TempPathFactory, project: str
     command = [sys.executable, "-m", "pip", "wheel", *offline, "--wheel-dir", out, source / project]
     subprocess.run(command, check=True)
     [file] = out.glob("*.whl")
-    with zipfile.ZipFile(file) as archive:
-        return set(archive.namelist())
+    return file
 
 
 def test_the_wheel_holds_the_tracked_files_of_the_six_folders(wheel: set[str]) -> None:
@@ -90,16 +94,30 @@ def test_the_wheel_holds_the_demo_model_its_recipe_the_cards_and_the_page(wheel:
 
 def test_the_benches_are_a_wheel_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> None:
     inputs = {name for name in tracked() if name.startswith("bench/exo_node_bench/")}
-    names = _built([*inputs, "bench/pyproject.toml"], tmp_path_factory, "bench")
+    sources = [*inputs, "pyproject.toml", "bench/pyproject.toml", "bench/setup.py"]
+    wheel = _wheel_of(sources, tmp_path_factory, "bench")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        [metadata] = [archive.read(name).decode() for name in names if name.endswith("/METADATA")]
     shipped = {name for name in names if ".dist-info/" not in name}
     assert shipped == {name.removeprefix("bench/") for name in inputs}
-
-
-def test_the_extra_names_the_benches_and_they_the_product_in_one_version() -> None:
+    fields = metadata.splitlines()
     version = PROJECT["version"]
-    assert BENCH["version"] == version
-    assert PROJECT["optional-dependencies"]["bench"] == [f"exo-node-bench=={version}"]
-    assert f"exo-node=={version}" in BENCH["dependencies"]
+    assert f"Version: {version}" in fields and f"Requires-Dist: exo-node=={version}" in fields
+
+
+def test_the_version_stands_in_one_place() -> None:
+    """Else a release says two things. What follows from it is computed."""
+    places = re.compile(rf"(?<![\w.]){re.escape(PROJECT['version'])}(?![\w.])")
+    kinds = (".toml", ".py", ".sh", ".yml")
+    texts = {name: (ROOT / name).read_text() for name in tracked() if name.endswith(kinds)}
+    having = {
+        name
+        for name, text in texts.items()
+        if not name.startswith("tests/") and places.search(re.sub(r"such as .*", "", text))
+    }
+    assert having == {"pyproject.toml"}
+    assert len(places.findall(texts["pyproject.toml"])) == 1
 
 
 def test_the_pins_are_the_packages_of_an_install() -> None:
@@ -126,7 +144,7 @@ def test_pins_satisfy_the_projects_requirements() -> None:
     assert wrong == []
 
 
-_OF_BENCHES = [each for each in BENCH["dependencies"] if not each.startswith("exo-node")]
+_OF_BENCHES = re.findall(r"\"(matplotlib[^\"]*)\"", (ROOT / "bench" / "setup.py").read_text())
 
 
 def _pins() -> list[Requirement]:

@@ -1,8 +1,6 @@
 """Runs the arms of a benchmark on the loaded model, in turns, and times their answers."""
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -11,15 +9,17 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_config, load_model
 
-from exo_node.mtp.types import GenerationStats, Sampling
 from exo_node.placement.errors import LoadFailed
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.answers.events import AnswerEnd, Delta
 from exo_node.shard.engine.answers.text_engine import TextEngine
-from exo_node.shard.engine.options import EngineOptions
-from exo_node.shard.engine.request import Parameters
 from exo_node.shard.model.load import Loaded, load
 from exo_node.shard.model.tensors import DTYPES
+from exo_node.shard.tools.share.timed_answers import (
+    Stopwatch,
+    TimedAnswer,
+    measured_engine,
+    timed_answer,
+)
 
 from ..spread import rotated
 from .report import ADAPTIVE, BOTH, LOOKUP, MLX_LM, OFF, Arm, StepCosts, TimedRun
@@ -32,51 +32,14 @@ Progress = Callable[[int, int, str], None]
 """Called with the number of complete answers, of all answers, and the name of the current run."""
 
 
-@dataclass(frozen=True, slots=True)
-class TimedAnswer:
-    """One answer with its times in seconds; `stats` None: mlx-lm's."""
-
-    ids: tuple[int, ...]
-    ttft_s: float
-    decode_s: float
-    finish: str
-    stats: GenerationStats | None
-
-
 Answer = Callable[[Sequence[int], int], TimedAnswer]
 """Answers a prompt: ids, the most tokens -> the answer."""
-
-
-class _Stopwatch:
-    """Times of the first and the last event after `start`."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self._first = self._last = self._start
-        self._events = 0
-
-    def event(self) -> None:
-        self._last = time.perf_counter()
-        if not self._events:
-            self._first = self._last
-        self._events += 1
-
-    @property
-    def ttft_s(self) -> float:
-        return self._first - self._start
-
-    @property
-    def decode_s(self) -> float:
-        return self._last - self._first
 
 
 def open_model(spec: pb.StageSpec) -> tuple[Loaded, TextEngine]:
     """The model and its engine, warmed up and probed like a runner's. Raises InvalidCheckpoint."""
     loaded = load(spec, lambda _: None)
-    # Without a prefix cache each repeat reads its prompt.
-    engine = TextEngine(loaded, replace(EngineOptions.of(spec), prefix_cache_bytes=0))
-    engine.measurements.measure()
-    return loaded, engine
+    return loaded, measured_engine(loaded, spec)
 
 
 def make_arms(request: BenchRequest, max_k: int, *, copies: bool) -> tuple[Arm, ...]:
@@ -164,31 +127,16 @@ def _run(
 
 
 def _ours(engine: TextEngine, arm: Arm, request: BenchRequest) -> Answer:
+    drafting = pb.Drafting(
+        num_draft_tokens=arm.k,
+        drafting_reason="" if arm.k else "the benchmark's arm without drafts",
+        adaptive_draft=arm.kind in ("adaptive", "both"),
+        initial_draft_tokens=request.initial_k,
+        prompt_lookup=arm.kind in ("lookup", "both"),
+    )
+
     def answer(prompt: Sequence[int], max_tokens: int) -> TimedAnswer:
-        engine_request = Parameters(
-            name="bench",
-            attempt=1,
-            prompt=prompt,
-            sampling=Sampling(temperature=request.temperature),
-            limits=pb.Limits(max_tokens=max_tokens),
-            drafting=pb.Drafting(
-                num_draft_tokens=arm.k,
-                drafting_reason="" if arm.k else "the benchmark's arm without drafts",
-                adaptive_draft=arm.kind in ("adaptive", "both"),
-                initial_draft_tokens=request.initial_k,
-                prompt_lookup=arm.kind in ("lookup", "both"),
-            ),
-        )
-        watch, ids = _Stopwatch(), list[int]()
-        for event in engine.generate(engine_request):
-            if isinstance(event, Delta):
-                watch.event()
-                ids += event.round.tokens
-            elif isinstance(event, AnswerEnd):
-                return TimedAnswer(
-                    tuple(ids), watch.ttft_s, watch.decode_s, event.reason, event.stats
-                )
-        raise LoadFailed("the engine ended an answer without its last event")
+        return timed_answer(engine, prompt, max_tokens, drafting, request.temperature)
 
     return answer
 
@@ -209,7 +157,7 @@ def _mlx_lm(request: BenchRequest, spec: pb.StageSpec) -> Answer:
     sampler = make_sampler(temp=request.temperature)
 
     def answer(prompt: Sequence[int], max_tokens: int) -> TimedAnswer:
-        watch, ids, finish = _Stopwatch(), list[int](), ""
+        watch, ids, finish = Stopwatch(), list[int](), ""
         stream = stream_generate(
             model, tokenizer, list(prompt), max_tokens=max_tokens, sampler=sampler
         )

@@ -22,6 +22,7 @@ from ..child import ModelRequest, compile_apart, model_facts, note, package_vers
 from .report import Check, Report, as_json, as_text
 
 if TYPE_CHECKING:
+    from ...model.load import Loaded
     from ...text.codec import TextCodec
     from .subject import ModelUnderTest
 
@@ -64,29 +65,14 @@ FULL: Final = Effort(prompts=2, tokens=32, rows=24, samples=400)
 
 def run_verify(request: VerifyRequest, spec: pb.StageSpec, note: Note) -> Report:
     """Loads the model like a runner and checks it. Raises the errors of loading."""
-    # These imports take seconds; a faulty request is reported before them.
-    from ...model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]
-
-    # `loader_import` has to come before mlx-lm, which mtp imports.
-    # isort: split
-    from ...kernels.kernel_choice import COMPILING
-    from ...model.load import load
-    from ...model.tensors import DTYPES
-    from .subject import subject_of
-
     start = time.perf_counter()
-    note(f"loading {spec.model}")
-    loaded = load(spec, lambda news: note(news.step) if news.step == COMPILING else None)
-    drafts = spec.max_draft_tokens if loaded.head is not None else 0
-    k = min(request.k, drafts) if request.k and drafts else drafts
-    subject = subject_of(loaded, DTYPES[spec.dtype], spec.prefill_chunk, k)
-    assert loaded.codec is not None
+    loaded = load_whole(spec, note)
     effort = QUICK if request.quick else FULL
-    prompts, source = _prompts(loaded.codec, loaded.expected.vocabulary, effort.prompts)
+    subject, prompts, source = subject_and_prompts(loaded, spec, request.k, effort)
     checks = tuple(run_checks(subject, prompts, effort, note))
     return Report(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions=_versions(),
+        versions=versions(),
         device=_device(request),
         model=model_facts(spec, loaded)
         | {
@@ -99,6 +85,37 @@ def run_verify(request: VerifyRequest, spec: pb.StageSpec, note: Note) -> Report
         checks=checks,
         seconds=time.perf_counter() - start,
     )
+
+
+def load_whole(spec: pb.StageSpec, note: Note) -> "Loaded":
+    """Loads a whole model like a runner. Raises the errors of loading."""
+    # These imports take seconds; a faulty request is reported before them.
+    from ...model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+    # `loader_import` has to come before mlx-lm, which mtp imports.
+    # isort: split
+    from ...kernels.kernel_choice import COMPILING
+    from ...model.load import load
+
+    note(f"loading {spec.model}")
+    return load(spec, lambda news: note(news.step) if news.step == COMPILING else None)
+
+
+def subject_and_prompts(
+    loaded: "Loaded", spec: pb.StageSpec, k: int, effort: Effort
+) -> tuple["ModelUnderTest", list[list[int]], str]:
+    """A loaded model as the checks take it, its prompts, and where they come from.
+
+    `k`: the most drafts a round; 0 for as many as the model drafts.
+    """
+    from ...model.tensors import DTYPES
+    from .subject import subject_of
+
+    drafts = spec.max_draft_tokens if loaded.head is not None else 0
+    most = min(k, drafts) if k and drafts else drafts
+    assert loaded.codec is not None
+    prompts, source = _prompts(loaded.codec, loaded.expected.vocabulary, effort.prompts)
+    return subject_of(loaded, DTYPES[spec.dtype], spec.prefill_chunk, most), prompts, source
 
 
 def run_checks(
@@ -153,11 +170,11 @@ def _device(request: VerifyRequest) -> dict[str, Any]:
         "backend": request.backend,
         "memory_bytes": request.memory_bytes,
         "mlx_device": mx.default_device().type.name,
-        "os": _system(),
+        "os": system_name(),
     }
 
 
-def _system() -> str:
+def system_name() -> str:
     """The system, such as `macOS 15.1` or `Linux 6.8.0`, without additions to a kernel's name."""
     if sys.platform == "darwin":
         return f"macOS {platform.mac_ver()[0]}"
@@ -165,7 +182,7 @@ def _system() -> str:
     return f"{platform.system()} {number[0] if number else ''}".strip()
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     names = ("exo-node", "mlx", "mlx-lm", "transformers")
     packages = {name.replace("-", "_"): package_version(name) for name in names}
     return {**packages, "python": platform.python_version()}

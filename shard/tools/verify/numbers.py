@@ -129,15 +129,17 @@ def check_blocks(
     subject: ModelUnderTest, chain: ReferenceRun
 ) -> tuple[Check, tuple[Difference, ...]]:
     """Compares forwards of K + 1 rows with single steps; also returns the difference for each K."""
-    differences: list[Difference] = []
+    differences, by_width = list[Difference](), [chain.logits]
     for k in subject.depths:
         forwards, rows = Forwards(subject, chain.prompt), list[mx.array]()
         for start in range(0, len(chain.ids), k + 1):
             rows.append(forwards.logits(chain.ids[start : start + k + 1]))
-        differences.append(compare(chain.logits, mx.concatenate(rows)))
+        by_width.append(mx.concatenate(rows))
+        differences.append(compare(chain.logits, by_width[-1]))
     finding = worst([each.finding(subject.dtype) for each in differences])
     numbers = {
         "tolerance": tolerance(subject.dtype),
+        "floor": floor_of(by_width),
         "per_k": [
             {"k": k, **each.numbers()} for k, each in zip(subject.depths, differences, strict=True)
         ],
@@ -155,6 +157,19 @@ def check_blocks(
             f"({why}); the greedy token is another in {flips}"
         )
     return Check("blocks", finding, summary, numbers), tuple(differences)
+
+
+def floor_of(by_width: Sequence[mx.array]) -> int:
+    """The fewest rows of a forward from which on every width computes a row's bits alike.
+
+    `by_width[i]`: logits of the same rows (n, V) by blocks of i + 1 rows; 1 is exact for drafts.
+    """
+    # The last block of a width may be a shorter one, so it shows another width.
+    whole = min(rows.shape[0] // width * width for width, rows in enumerate(by_width, 1))
+    floor, widest = len(by_width), by_width[-1][:whole]
+    while floor > 1 and mx.array_equal(by_width[floor - 2][:whole], widest).item():
+        floor -= 1
+    return floor
 
 
 def check_fixed_rows(subject: ModelUnderTest) -> tuple[Check, FixedRowsCheck]:

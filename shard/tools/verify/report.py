@@ -5,7 +5,7 @@ It contains no names of machines, persons, folders or prompts.
 
 import json
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
@@ -60,16 +60,20 @@ class Report:
 
     @property
     def verdict(self) -> Verdict:
-        # The head's cache affects drafts, but no answer.
-        findings = {c.finding for c in self.checks if c.name != "priming" or c.finding == "defect"}
-        if "defect" in findings:
-            return "defect"
-        return "near_tie" if "differs" in findings else "exact"
+        return verdict_of(self.checks)
 
     @property
     def exit_status(self) -> int:
         """0 if answers are exact, near ties included."""
         return 1 if self.verdict == "defect" else 0
+
+
+def verdict_of(checks: Iterable[Check]) -> Verdict:
+    # The head's cache affects drafts, but no answer.
+    findings = {c.finding for c in checks if c.name != "priming" or c.finding == "defect"}
+    if "defect" in findings:
+        return "defect"
+    return "near_tie" if "differs" in findings else "exact"
 
 
 def as_json(report: Report) -> str:

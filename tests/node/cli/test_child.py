@@ -11,7 +11,7 @@ import pytest
 from api_stub import COMMAND, environment
 from interrupts import ending_on_interrupt
 
-from exo_node.node.cli.child import run_child
+from exo_node.node.cli.child import read_child, run_child
 from exo_node.placement.errors import LoadFailed
 
 
@@ -35,6 +35,19 @@ def test_a_child_that_a_signal_ends_is_an_error_that_says_so(tmp_path: Path) -> 
     dies = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"
     with pytest.raises(LoadFailed, match="ended by signal 9"):
         _ = run_child("child", "{}", module(tmp_path, dies))
+
+
+def test_a_childs_output_comes_back_with_its_status(tmp_path: Path) -> None:
+    """Its request stays open meanwhile: a child ends with it."""
+    writes = "import sys\nprint(sys.stdin.readline().strip() * 40_000)\nsys.exit(3)"
+    status, output = read_child("child", "ab", module(tmp_path, writes), 300)
+    assert (status, output) == (3, b"ab" * 40_000 + b"\n")
+
+
+def test_a_child_that_takes_too_long_is_ended_and_the_error_says_so(tmp_path: Path) -> None:
+    deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile 1: signal.pause()"
+    with pytest.raises(LoadFailed, match="not done after 1 s"):
+        _ = read_child("child", "{}", module(tmp_path, deaf), 1)
 
 
 def test_an_interrupted_command_ends_a_child_that_does_not_listen(tmp_path: Path) -> None:
