@@ -246,8 +246,7 @@ def test_what_nobody_else_could_install_is_refused(wrong: Any, words: str) -> No
 
 
 def test_another_wheel_or_address_is_refused(product: Path) -> None:
-    empty: Any = {"install": []}
-    nothing = dict.fromkeys(SYSTEMS, empty)
+    nothing: dict[str, Any] = {each: {"install": list[Any]()} for each in SYSTEMS}
     with pytest.raises(FORMULA["Unusable"], match="no wheel of exo-node"):
         _ = formula_of(product, nothing, "http://forge.example/")
     other = product.with_name("other-1.0-py3-none-any.whl")
