@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub import COMMIT, MODEL, REPOSITORY, FakeHub, serve
+from hub import COMMIT, MODEL, REPOSITORY, FakeHub, git_hash, serve
 from huggingface_hub import constants
+from huggingface_hub.utils import WeakFileLock
 from models import make_checkpoint
 
 from exo_node.node.machine.events import EventLog
@@ -458,6 +459,27 @@ async def test_a_download_whose_hub_begins_no_answer_is_cancelled_at_once(
     await until(pull.thread.done)
     await until(lambda: cache.snapshot(REPOSITORY, None) is None)
     assert await pulls.unfinished() == []
+
+
+async def test_a_file_that_another_program_locks_does_not_come_back_after_a_cancellation(
+    hub: FakeHub, cache: HubCache
+) -> None:
+    """The thread that waits for the lock finds the file there, and gives it a name."""
+    hub.files["generation_config.json"] = b"{}"
+    blob = cache.blob(REPOSITORY, FileHash(git_hash(hub.files["config.json"])))
+    locks = cache.folder / ".locks" / blob.parent.parent.name
+    locks.mkdir(parents=True)
+    snapshot = cache.snapshot_of(REPOSITORY, COMMIT)
+    pulls = from_hub(hub, cache)
+    with WeakFileLock(locks / f"{blob.name}.lock"):
+        pull = await pulls.start(REPOSITORY, None, None, stays=True)
+        await until((snapshot / "generation_config.json").exists)
+        assert (await pulls.cancel(REPOSITORY))["status"] == "cancelled"
+        assert pull.thread is not None and not pull.thread.done() and not snapshot.exists()
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        _ = blob.write_bytes(hub.files["config.json"])
+    await until(pull.thread.done)
+    await until(lambda: not snapshot.exists())
 
 
 async def test_a_cancellation_does_not_wait_for_the_hash_of_a_file(
