@@ -103,8 +103,8 @@ def serve_stub() -> Generator[Stub]:
 
 def environment(**extra: str) -> dict[str, str]:
     """This environment without any setting of a node but `extra` and an empty data folder."""
-    kept = {name: text for name, text in os.environ.items() if not name.startswith("EXO_")}
-    return {**kept, "EXO_DATA_DIR": "/no/such/exo-node", **extra}
+    own = {name: text for name, text in os.environ.items() if not name.startswith("EXO_")}
+    return {**own, "EXO_DATA_DIR": "/no/such/exo-node", **extra}
 
 
 def in_process(*arguments: str, stdin: str = "", **extra: str) -> Result:

@@ -141,12 +141,12 @@ def _programs() -> Path:
 
     Another emulator, compiler or option has another folder; a program's name is its text's hash.
     """
-    told = subprocess.run(["g++", "--version"], capture_output=True, check=True).stdout
-    made_by = hashlib.sha256(told + repr(_OPTIONS).encode() + EMULATOR.read_bytes()).hexdigest()
+    version = subprocess.run(["g++", "--version"], capture_output=True, check=True).stdout
+    made_by = hashlib.sha256(version + repr(_OPTIONS).encode() + EMULATOR.read_bytes()).hexdigest()
     folder = Path(tempfile.gettempdir()) / f"exo-emulator-{os.getuid()}-{made_by[:16]}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    held = folder.lstat()
-    assert held.st_uid == os.getuid() and stat.S_ISDIR(held.st_mode)
+    status = folder.lstat()
+    assert status.st_uid == os.getuid() and stat.S_ISDIR(status.st_mode)
     header = folder / EMULATOR.name
     if not header.with_suffix(".h.gch").exists():
         made = Path(tempfile.mkdtemp(dir=folder))

@@ -200,12 +200,12 @@ class FakeOperations:
     async def placements(self) -> Json:
         return {"object": "list", "data": list(self.placed.values())}
 
-    async def preview(self, asked: PlanBody) -> Json:
-        return {"object": "placement.preview", **asked.model_dump()}
+    async def preview(self, body: PlanBody) -> Json:
+        return {"object": "placement.preview", **body.model_dump()}
 
-    async def place(self, asked: PlacementBody) -> Json:
-        told = asked.model_dump(include={"model", "min_nodes"})
-        placement: Json = {"id": f"p{len(self.placed)}", **told}
+    async def place(self, body: PlacementBody) -> Json:
+        fields = body.model_dump(include={"model", "min_nodes"})
+        placement: Json = {"id": f"p{len(self.placed)}", **fields}
         self.placed[placement["id"]] = placement
         return placement
 
@@ -221,12 +221,12 @@ class FakeOperations:
             "keep_awake": {"value": self.keep_awake, "writable": True, "reason": ""},
         }
 
-    async def change_settings(self, wanted: Mapping[Name, Value]) -> Json:
+    async def change_settings(self, changes: Mapping[Name, Value]) -> Json:
         name = "native_mtp_async_draft_eval"
-        if name in wanted:
+        if name in changes:
             raise InvalidRequest(f"{name} is fixed by a variable", param=name)
-        self.enabled = bool(wanted.get("native_mtp_enabled", self.enabled))
-        self.keep_awake = wanted.get("keep_awake", self.keep_awake)
+        self.enabled = bool(changes.get("native_mtp_enabled", self.enabled))
+        self.keep_awake = changes.get("keep_awake", self.keep_awake)
         return await self.settings()
 
     async def ready(self) -> tuple[bool, str]:

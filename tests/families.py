@@ -63,7 +63,7 @@ def head_tensors(folder: Path) -> Tensors:
 
 def stage_of(folder: Path, layers: int, dtype: mx.Dtype = mx.float32) -> StageModel:
     model = open_model(folder)
-    _ = read_layers(model, 0, layers, dtype, outer=True, progress=lambda _done, _total: None)
+    _ = read_layers(model, 0, layers, dtype, outer=True, progress=lambda _part, _total: None)
     return StageModel(model, 0, layers)
 
 

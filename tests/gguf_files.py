@@ -74,13 +74,13 @@ def write_model(
     arch = next(a for a, text in gguf.MODEL_ARCH_NAMES.items() if text == architecture)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     for own, array in tree_flatten(model.parameters()):
-        written = names.get_name(_published(own, name), try_suffixes=(".weight", ".bias"))
-        assert written is not None, own
+        gguf_name = names.get_name(_published(own, name), try_suffixes=(".weight", ".bias"))
+        assert gguf_name is not None, own
         numbers = _as_stored(own, name, np.array(array, np.float32), config)
-        if kind is None or numbers.ndim < 2 or "ffn_gate_inp" in written:
-            writer.add_tensor(written, numbers)
+        if kind is None or numbers.ndim < 2 or "ffn_gate_inp" in gguf_name:
+            writer.add_tensor(gguf_name, numbers)
         else:
-            writer.add_tensor(written, gguf.quantize(numbers, kind), raw_dtype=kind)
+            writer.add_tensor(gguf_name, gguf.quantize(numbers, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -202,7 +202,7 @@ def noted(kind: str, orientation: int, size: tuple[int, int] = SIZE, **options: 
     return saved(scene(size=size), kind, exif=exif, **options)
 
 
-def shown(orientation: int, file: bytes) -> Image.Image:
+def rotated(orientation: int, file: bytes) -> Image.Image:
     return Image.fromarray(DISPLAYED[orientation](np.asarray(decoded(file))).copy())
 
 
@@ -279,7 +279,7 @@ READ: dict[str, tuple[File, Callable[[], Image.Image]]] = {
     **{
         f"orientation {n} of {kind}": (
             lambda n=n, kind=kind: noted(kind, n, lossless=True),
-            lambda n=n, kind=kind: shown(n, saved(scene(), kind, lossless=True)),
+            lambda n=n, kind=kind: rotated(n, saved(scene(), kind, lossless=True)),
         )
         for n in DISPLAYED
         for kind in ("PNG", "JPEG", "WEBP")

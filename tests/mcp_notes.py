@@ -27,8 +27,8 @@ def _result(method: str, params: dict[str, Any]) -> dict[str, Any] | None:
         case "tools/list":
             return {"tools": [_TOOL]}
         case "tools/call":
-            given = params["arguments"]
-            _ = Path(given["path"]).write_text(given["text"])
+            arguments = params["arguments"]
+            _ = Path(arguments["path"]).write_text(arguments["text"])
             return {"content": [{"type": "text", "text": "written"}]}
         case "ping":
             return {}

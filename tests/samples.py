@@ -26,8 +26,8 @@ def sampled(text: bytes) -> Samples:
 
 
 def of_demo(samples: Samples, name: str, **labels: str) -> float | None:
-    wanted = {"engine": "0", "model_name": "demo", **labels}
-    return samples.get((name, tuple(sorted(wanted.items()))))
+    expected = {"engine": "0", "model_name": "demo", **labels}
+    return samples.get((name, tuple(sorted(expected.items()))))
 
 
 def wire_stats_of(tokens: int = 7) -> pb.Stats:

@@ -70,8 +70,8 @@ def test_a_stopped_answer_is_continued_where_it_stopped(view: Visit, node: Node)
     answers(view).get_by_role("button", name="Continue").click()
     expect(answers(view)).to_contain_text("one, two")
     wait_for_answer(view)
-    begun = {"role": "assistant", "content": "one, ", "reasoning_content": "I count."}
-    assert node.chat.requests[-1].messages == ({"role": "user", "content": "Count"}, begun)
+    partial = {"role": "assistant", "content": "one, ", "reasoning_content": "I count."}
+    assert node.chat.requests[-1].messages == ({"role": "user", "content": "Count"}, partial)
     expect(answers(view)).to_contain_text("The token limit ended this answer.")
     script(node, TextDelta(", three", (3,)), FINISHED)
     answers(view).get_by_role("button", name="Continue").click()

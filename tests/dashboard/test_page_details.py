@@ -61,9 +61,9 @@ def test_insight_has_what_happened_while_an_answer_of_the_page_was_written(
     page.get_by_role("navigation").get_by_role("link", name="Insight").click()
     expect(page.locator(".chart")).to_have_count(9)
     page.get_by_role("navigation").get_by_role("link", name="Chat").click()
-    seen = view.count_requests("/metrics")
+    before = view.count_requests("/metrics")
     page.wait_for_timeout(2_500)
-    assert view.count_requests("/metrics") == seen  # nothing asks while nothing is written
+    assert view.count_requests("/metrics") == before  # nothing asks while nothing is written
 
 
 @pytest.mark.parametrize("look", [DESK, PHONE], ids=["desk", "phone"])

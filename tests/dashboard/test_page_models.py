@@ -19,18 +19,18 @@ FITS = "box => box.scrollWidth <= box.clientWidth"
 
 def pulling(view: Visit) -> list[str]:
     """The paths and bodies of the requests that changed something."""
-    sent: list[str] = []
+    bodies: list[str] = []
     view.page.on(
         "request",
         lambda request: (
-            sent.append(
+            bodies.append(
                 f"{request.method} {request.url.removeprefix(view.base)} {request.post_data}"
             )
             if request.method != "GET"
             else None
         ),
     )
-    return sent
+    return bodies
 
 
 @pytest.mark.parametrize("look", [DESK, PHONE, DARK], ids=["desk", "phone", "dark"])
@@ -62,14 +62,14 @@ def test_of_several_nodes_each_says_how_fast_it_would_be_and_one_downloads(
         expect(found(page).first).to_contain_text(alone)
         expect(found(page).nth(1)).to_contain_text("gated")
         expect(found(page).last).to_contain_text("on mac-1, mac-2")
-        sent = pulling(view)
+        bodies = pulling(view)
         page.get_by_role("button", name="Download owner/good").click()
         expected = 'POST /v1/models/pull?node=mac-2 {"model":"owner/good","stream":false}'
-        view.until(lambda: sent == [expected])
+        view.until(lambda: bodies == [expected])
         page.get_by_label("Download to").select_option("mac-1")
         page.get_by_role("button", name="Download owner/closed").click()
-        view.until(lambda: len(sent) == 2)
-        assert f"?node={cluster.nodes[0]['id']} " in sent[1]
+        view.until(lambda: len(bodies) == 2)
+        assert f"?node={cluster.nodes[0]['id']} " in bodies[1]
         assert page.locator("main").evaluate(FITS), "main scrolls sideways"
         assert view.violations() == []
         view.shot(f"models-nodes-{request.node.callspec.id}")
@@ -86,11 +86,11 @@ def test_a_model_on_two_disks_is_deleted_from_the_chosen_one(
     expect(dialog).to_contain_text("from mac-1's disk and frees 100 B")
     dialog.get_by_label("From the disk of").select_option("mac-2")
     expect(dialog).to_contain_text("from mac-2's disk")
-    sent = pulling(view)
+    bodies = pulling(view)
     dialog.get_by_role("button", name="Delete, free").click()
     deletion = "DELETE /v1/models/own/er?node=mac-2 None"
     view.until(lambda: ("remove", "own/er", False) in node.files.calls)
-    assert [each for each in sent if "dry_run" not in each] == [deletion]
+    assert [each for each in bodies if "dry_run" not in each] == [deletion]
 
 
 def test_a_refusal_says_why_before_anything_is_deleted(

@@ -28,22 +28,22 @@ def test_a_search_that_fails_or_finds_nothing_says_so(
 def test_known_models_are_found_at_once_and_the_hubs_others_when_they_come(
     view: Visit, node: Node, cluster: Cluster
 ) -> None:
-    held: list[Route] = []
-    view.page.route("**/v1/models/search?*source=hub*", lambda route: held.append(route))
+    routes: list[Route] = []
+    view.page.route("**/v1/models/search?*source=hub*", lambda route: routes.append(route))
     node.files.cards = [hit("owner/known")]
     page = view.go("#/models")
     search(page, "known")
     expect(found(page).locator(".model-id")).to_have_text(["owner/known"])
     expect(page.get_by_text("Asking the hub…")).to_be_visible()
     assert view.violations() == []
-    view.until(lambda: len(held) == 1)
-    held[0].fulfill(json={"data": [hit("owner/known"), hit("other/known")]})
+    view.until(lambda: len(routes) == 1)
+    routes[0].fulfill(json={"data": [hit("owner/known"), hit("other/known")]})
     expect(found(page).locator(".model-id")).to_have_text(["owner/known", "other/known"])
     expect(page.get_by_text("Asking the hub…")).to_have_count(0)
     assert view.violations() == []
     search(page, "known again")
-    view.until(lambda: len(held) == 2)
-    held[1].fulfill(json={"data": [hit("owner/known")]})
+    view.until(lambda: len(routes) == 2)
+    routes[1].fulfill(json={"data": [hit("owner/known")]})
     expect(page.get_by_text("The hub has no other model in safetensors format")).to_be_visible()
 
 
@@ -51,13 +51,13 @@ def test_known_models_are_found_at_once_and_the_hubs_others_when_they_come(
 def test_a_search_that_is_given_up_is_cancelled_and_never_shown(
     view: Visit, node: Node, cluster: Cluster, way: str
 ) -> None:
-    held: list[Route] = []
-    gone: list[str] = []
-    view.page.route("**/v1/models/search?*source=hub*", lambda route: held.append(route))
-    view.page.on("requestfailed", lambda request: gone.append(request.url))
+    routes: list[Route] = []
+    aborted: list[str] = []
+    view.page.route("**/v1/models/search?*source=hub*", lambda route: routes.append(route))
+    view.page.on("requestfailed", lambda request: aborted.append(request.url))
     page = view.go("#/models")
     search(page, "first")
-    view.until(lambda: len(held) == 1)
+    view.until(lambda: len(routes) == 1)
     field = page.get_by_label("Name of a model on Hugging Face")
     if way == "Escape":
         field.press("Escape")
@@ -71,15 +71,15 @@ def test_a_search_that_is_given_up_is_cancelled_and_never_shown(
     elif way == "another search":
         field.fill("second")
         field.press("Enter")
-        view.until(lambda: len(held) == 2)
-        held[1].fulfill(json={"data": [hit("owner/second")]})
+        view.until(lambda: len(routes) == 2)
+        routes[1].fulfill(json={"data": [hit("owner/second")]})
         expect(found(page).locator(".model-id")).to_have_text(["owner/second"])
     else:
         page.get_by_role("navigation").get_by_role("link", name="Settings").click()
-    view.until(lambda: held[0].request.url in gone)  # and the node's own search, if it still ran
+    view.until(lambda: routes[0].request.url in aborted)  # and the node's, if it still ran
     expect(page.get_by_text("Asking the hub…")).to_have_count(0)
     with contextlib.suppress(Error):  # nobody waits for it
-        held[0].fulfill(json={"data": [hit("owner/first")]})
+        routes[0].fulfill(json={"data": [hit("owner/first")]})
     page.wait_for_timeout(200)
     assert page.get_by_text("owner/first").count() == 0
 

@@ -159,8 +159,8 @@ def test_messages_of_cut_calls_come_back(served: Node, model: str) -> None:
             {"type": "tool_result", "tool_use_id": call["id"], "content": "cut"} for call in calls
         ]
         further = {"role": "user", "content": [*results, {"type": "text", "text": "Go on."}]}
-        given = {"role": "assistant", "content": answer["content"]}
-        messages = [ASK, given, further] if answer["content"] else [ASK, further]
+        answer_turn = {"role": "assistant", "content": answer["content"]}
+        messages = [ASK, answer_turn, further] if answer["content"] else [ASK, further]
         _ = messages_api(served, model, messages, 1000)
         if answer["stop_reason"] != "max_tokens":
             break

@@ -25,11 +25,11 @@ def run_tool(
 ) -> "subprocess.CompletedProcess[str]":
     home = {"HOME": str(work / "home"), "PWD": str(work / name)}
     foreign = ("EXO_", "XDG_", "CLAUDE", "COPILOT", "CLINE")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
     return subprocess.run(
         words,
         cwd=work / name,
-        env=kept | home,
+        env=environment | home,
         input=stdin,
         capture_output=True,
         text=True,

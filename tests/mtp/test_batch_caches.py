@@ -80,15 +80,15 @@ def step(together: BatchWindowCache, positions: Positions, alone: list[Any], *st
         mask = together.make_mask(width)
         keys, values = (mx.concatenate([each[part] for each in new]) for part in (0, 1))
         read = together.update_and_fetch(keys, values)
-        kept = [width - (number + i) % width for i in range(len(alone))]
-        positions.advance(kept)
+        order = [width - (number + i) % width for i in range(len(alone))]
+        positions.advance(order)
         for index, cache in enumerate(alone):
             if number % 7 and number > 20:
                 _ = cache.update_and_fetch(*new[index])
             else:
                 mine = seen((read[0][index], read[1][index]), mask[index, 0])
                 assert_same(mine, seen_alone(cache, new[index]))
-            assert cache.trim(width - kept[index]) == width - kept[index]
+            assert cache.trim(width - order[index]) == width - order[index]
 
 
 @pytest.mark.parametrize(("steps", "width"), [(600, 1), (250, 4)])

@@ -146,23 +146,23 @@ def played(
     prompt: Sequence[int], answer: Sequence[int], decider: AdaptiveLength
 ) -> tuple[float, int]:
     """(Tokens per plain step, tokens before the first copy), at the costs OURS."""
-    lookup, seconds, done, first = PromptLookup(prompt, decider), 0.0, 0, len(answer)
-    while done < len(answer):
-        length = lookup.length(len(answer) - done - 1, len(prompt) + done)
+    lookup, seconds, end, first = PromptLookup(prompt, decider), 0.0, 0, len(answer)
+    while end < len(answer):
+        length = lookup.length(len(answer) - end - 1, len(prompt) + end)
         copy = lookup.tokens(length) if length else []
-        first = min(first, done) if copy else first
+        first = min(first, end) if copy else first
         stood = 0
-        while stood < length and copy[stood] == answer[done + stood]:
+        while stood < length and copy[stood] == answer[end + stood]:
             stood += 1
         took = OURS[length] + (ROLLBACK[length] if stood < length else 0.0)
-        position = len(prompt) + done
+        position = len(prompt) + end
         if length:
             decider.learn_copy(length, position, OURS[length])
         else:
             decider.learn_other(0, 1, position, took)
-        for token in answer[done : done + stood + 1]:
+        for token in answer[end : end + stood + 1]:
             lookup.push(token)
-        done, seconds = done + stood + 1, seconds + took
+        end, seconds = end + stood + 1, seconds + took
     return len(answer) / seconds, first
 
 

@@ -62,8 +62,8 @@ def test_any_number_of_rows_can_be_taken_back(stage: StageModel, rows: int) -> N
     for dropped in range(rows + 1):
         rolled = read(stage, row_of_ids(PROMPT), block)
         rollback(rolled, dropped)
-        kept = [block[: rows - dropped]] if rows > dropped else []
-        never = read(stage, row_of_ids(PROMPT), *kept)
+        rest = [block[: rows - dropped]] if rows > dropped else []
+        never = read(stage, row_of_ids(PROMPT), *rest)
         assert mx.array_equal(forward(stage, rolled, after), forward(stage, never, after))
 
 
@@ -77,12 +77,12 @@ def test_each_request_of_a_batch_keeps_its_own_rows(stage: StageModel) -> None:
     alone = [read(stage, row_of_ids(70 + 20 * i, seed=i)) for i in range(3)]
     positions = Positions([70, 90, 110])
     together = left_aligned(copy.deepcopy(alone), positions)
-    for number, kept in enumerate(([1, 3, 4], [4, 4, 4], [2, 1, 3])):
+    for number, rest in enumerate(([1, 3, 4], [4, 4, 4], [2, 1, 3])):
         blocks = [row_of_ids(4, seed=10 * number + i) for i in range(3)]
         logits = forward(stage, together, mx.stack(blocks))
-        drop_rejected(together, 4, kept)
-        positions.advance(kept)
+        drop_rejected(together, 4, rest)
+        positions.advance(rest)
         for index, caches in enumerate(alone):
             mine = forward(stage, caches, blocks[index])
-            rollback(caches, 4 - kept[index])
+            rollback(caches, 4 - rest[index])
             assert mx.array_equal(mine[0], logits[index])

@@ -27,11 +27,11 @@ def test_each_switch_changes_the_fact_that_it_names_and_no_other(
     settings = load_settings({"data_dir": str(tmp_path)}, {variable: value})
     hardware = detect_hardware(installed_distributions(), 2 * 10**9)
     facts = LocalNode(settings, hardware).facts()
-    told = (
+    message = (
         facts.native_mtp_variable,
         facts.async_draft_eval,
         facts.adaptive_draft,
         facts.strict_rows,
         facts.default_draft_tokens,
     )
-    assert told == expected
+    assert message == expected

@@ -13,8 +13,8 @@ ABSENT: Any = None
 
 def node(name: str, **reasons: str) -> MemberFacts:
     """A node with models, each with why it deletes none of its files."""
-    held = [pb.HeldModel(model=model, kept_reason=why) for model, why in reasons.items()]
-    return MemberFacts(pb.NodeFacts(id=name, name=name, models=[*reasons], held_models=held), [])
+    copies = [pb.HeldModel(model=model, kept_reason=why) for model, why in reasons.items()]
+    return MemberFacts(pb.NodeFacts(id=name, name=name, models=[*reasons], held_models=copies), [])
 
 
 def listed(*others: MemberFacts) -> dict[str, Any]:

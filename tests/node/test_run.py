@@ -59,11 +59,11 @@ def test_one_signal_waits_for_running_answers_and_a_second_one_does_not(
 ) -> None:
     started: list[Node] = []
 
-    def made(_: object, __: Hardware, ___: Sequence[str]) -> Node:
+    def make_node(_: object, __: Hardware, ___: Sequence[str]) -> Node:
         started.append(Node(signals))
         return started[-1]
 
-    monkeypatch.setattr(run, "Node", made)
+    monkeypatch.setattr(run, "Node", make_node)
     presence: DataDirLock = Presence()  # pyright: ignore[reportAssignmentType]
     assert asyncio.run(run._serve(load_settings({}, {}), ABSENT, presence)) == 0  # pyright: ignore[reportPrivateUsage]
     [node] = started

@@ -83,9 +83,9 @@ def test_mtp_is_declared_by_a_person_and_never_by_config() -> None:
 
 
 def test_what_a_person_wrote_beats_config_even_where_config_is_wrong() -> None:
-    written = {"num_layers": 12, "context_length": 4096, "id": "mine", "weight_bytes": 5}
-    derived = derive({"num_hidden_layers": "many", "max_position_embeddings": None}, written)
-    assert derived.model_dump(include=set(written)) == written
+    fields = {"num_layers": 12, "context_length": 4096, "id": "mine", "weight_bytes": 5}
+    derived = derive({"num_hidden_layers": "many", "max_position_embeddings": None}, fields)
+    assert derived.model_dump(include=set(fields)) == fields
 
 
 @pytest.mark.parametrize(
@@ -365,8 +365,8 @@ def test_caches_are_counted_where_every_fourth_layer_holds_one() -> None:
     per_layer = hybrid.kv_bytes_per_layer_token
     for first in range(17):
         for end in range(first, 17):
-            held = (types * 4)[first:end].count("full_attention")
-            assert ModelSizes.of(hybrid, 1).caches(first, end) == held * per_layer
+            full_layers = (types * 4)[first:end].count("full_attention")
+            assert ModelSizes.of(hybrid, 1).caches(first, end) == full_layers * per_layer
 
 
 def test_kv_is_two_rows_of_heads() -> None:

@@ -27,9 +27,9 @@ def test_the_card_says_what_config_json_says(model: str) -> None:
     card, fixture = packaged_cards()[ModelId(model)], CONFIGS[model]
     assert fixture["source"]
     derived = derive_card(card.id, fixture["config"], card.weight_bytes)
-    given = {field: getattr(card, field) for field in FREE}
+    fields = {field: getattr(card, field) for field in FREE}
     kind = CLASSES.get(derived.model_type, derived.model_type)
-    assert derived.model_copy(update={**given, "model_type": kind}) == card
+    assert derived.model_copy(update={**fields, "model_type": kind}) == card
     assert card.repository == card.id
 
 
@@ -37,5 +37,5 @@ def test_published_sizes_are_those_of_their_bits() -> None:
     """A vision tower and unquantised ends add up to a quarter to what the bits tell."""
     for card in packaged_cards().values():
         for variant in card.variants:
-            told = card.as_variant(variant.model_copy(update={"weight_bytes": None})).weight_bytes
-            assert 0.9 < (variant.weight_bytes or told) / told < 1.25, (variant, told)
+            size = card.as_variant(variant.model_copy(update={"weight_bytes": None})).weight_bytes
+            assert 0.9 < (variant.weight_bytes or size) / size < 1.25, (variant, size)

@@ -22,8 +22,8 @@ def card(weights: int = 10**8, **changes: object) -> ModelCard:
 
 
 def node(name: str = "a", **changes: object) -> NodeFacts:
-    made = NodeFacts(NodeId(name), name, 10**12, 1e11, "cuda")
-    return replace(made, **changes)  # pyright: ignore[reportArgumentType]
+    facts = NodeFacts(NodeId(name), name, 10**12, 1e11, "cuda")
+    return replace(facts, **changes)  # pyright: ignore[reportArgumentType]
 
 
 def rows(model: ModelCard, *nodes: NodeFacts, **options: object) -> int:

@@ -42,43 +42,43 @@ def leaving(context: int, model: ModelCard = LONG, *, mtp: bool = False) -> int:
 
 
 def test_the_models_whole_context_is_taken_where_half_of_the_rest_holds_it() -> None:
-    found = plan(LONG, cluster(leaving(MOST)))
-    assert found.context_length == MOST
+    result = plan(LONG, cluster(leaving(MOST)))
+    assert result.context_length == MOST
     room = f"; there is room for the model's whole context of {MOST:,} tokens"
-    assert found.reason.endswith(room)
-    assert f"{DEFAULT_CONTEXT:,} tokens of context and headroom" in found.reason
+    assert result.reason.endswith(room)
+    assert f"{DEFAULT_CONTEXT:,} tokens of context and headroom" in result.reason
     short = plan(LONG, cluster(leaving(MOST) - 2))
     assert short.context_length == MOST - STEP
     assert f"a context of {MOST - STEP:,} of the model's {MOST:,} tokens: more" in short.reason
 
 
 def test_where_nothing_is_left_it_stays_as_it_was_planned() -> None:
-    found = plan(LONG, cluster(bytes_of(LONG, DEFAULT_CONTEXT)))
-    assert found.context_length == DEFAULT_CONTEXT
-    assert f"{DEFAULT_CONTEXT:,} of the model's {MOST:,} tokens" in found.reason
+    result = plan(LONG, cluster(bytes_of(LONG, DEFAULT_CONTEXT)))
+    assert result.context_length == DEFAULT_CONTEXT
+    assert f"{DEFAULT_CONTEXT:,} of the model's {MOST:,} tokens" in result.reason
 
 
 def test_what_was_asked_for_stays() -> None:
     for context in (1000, DEFAULT_CONTEXT, 100_000):
-        found = plan(LONG, cluster(10**10), PlanOptions(context=context))
-        assert found.context_length == context
-        assert "there is room" not in found.reason
+        result = plan(LONG, cluster(10**10), PlanOptions(context=context))
+        assert result.context_length == context
+        assert "there is room" not in result.reason
 
 
 def test_a_short_context_is_not_spoken_of() -> None:
-    found = plan(card(context_length=4096), cluster(10**9))
-    assert found.context_length == 4096
-    assert "whole context" not in found.reason
+    result = plan(card(context_length=4096), cluster(10**9))
+    assert result.context_length == 4096
+    assert "whole context" not in result.reason
 
 
 @pytest.mark.parametrize("most", [MOST, DEFAULT_CONTEXT, 20_000])
 def test_a_context_that_fits_nowhere_is_shortened(most: int) -> None:
     model = card(context_length=most)
-    found = plan(model, cluster(bytes_of(model, 12_288)))
-    assert found.context_length == 12_288
+    result = plan(model, cluster(bytes_of(model, 12_288)))
+    assert result.context_length == 12_288
     clause = f", with 12,288 of the model's {most:,} tokens of context for lack of memory"
-    assert first_clause(found.reason).endswith(clause)
-    assert "there is room" not in found.reason
+    assert first_clause(result.reason).endswith(clause)
+    assert "there is room" not in result.reason
     least = plan(model, cluster(bytes_of(model, LEAST)))
     assert least.context_length == LEAST
 
@@ -106,17 +106,17 @@ def test_a_requested_context_is_refused_with_the_one_that_fits() -> None:
 def test_a_split_by_hand_is_shortened_by_the_node_with_the_least_room() -> None:
     layers = ((NodeId("a"), 6), (NodeId("b"), 6))
     room = stage_bytes(LONG, 6, 12, False, 8192, False)
-    found = plan(LONG, cluster(10**9, room), PlanOptions(layers=layers))
-    assert found.context_length == 8192
-    assert "with 8,192 of the model's" in found.reason
+    result = plan(LONG, cluster(10**9, room), PlanOptions(layers=layers))
+    assert result.context_length == 8192
+    assert "with 8,192 of the model's" in result.reason
     with pytest.raises(InsufficientMemory, match=r"b layers 6-11 of m.* up to 8,192 tokens"):
         plan(LONG, cluster(10**9, room), PlanOptions(layers=layers, context=9000))
 
 
 def test_a_context_is_shortened_enough_for_the_draft_head() -> None:
     model = card(native_mtp=MTP, context_length=MOST)
-    found = plan(model, cluster(bytes_of(model, 8192, mtp=True)))
-    assert (found.context_length, found.mtp_off_reason) == (8192, "")
+    result = plan(model, cluster(bytes_of(model, 8192, mtp=True)))
+    assert (result.context_length, result.mtp_off_reason) == (8192, "")
     bare = plan(model, cluster(bytes_of(model, LEAST)))
     assert bare.context_length == LEAST
     assert "free memory there, ask for a context of up to 2,048" in bare.mtp_off_reason
@@ -124,8 +124,8 @@ def test_a_context_is_shortened_enough_for_the_draft_head() -> None:
 
 def test_the_draft_head_is_counted_and_never_given_up_for_a_longer_context() -> None:
     model = card(native_mtp=MTP, context_length=MOST)
-    found = plan(model, cluster(leaving(65_536, model, mtp=True)))
-    assert (found.context_length, found.mtp_off_reason) == (65_536, "")
+    result = plan(model, cluster(leaving(65_536, model, mtp=True)))
+    assert (result.context_length, result.mtp_off_reason) == (65_536, "")
     room = leaving(65_536, model, mtp=True) - 2
     assert plan(model, cluster(room)).context_length == 49_152
 
@@ -134,11 +134,11 @@ def test_of_several_stages_the_one_with_the_least_left_decides() -> None:
     layers = ((NodeId("a"), 6), (NodeId("b"), 6))
     room = stage_bytes(LONG, 0, 6, True, DEFAULT_CONTEXT, False)
     more = stage_bytes(LONG, 0, 6, True, DEFAULT_CONTEXT + STEP, False)
-    found = [
+    results = [
         plan(LONG, cluster(room + 2 * (more - room), rest), PlanOptions(layers=layers))
         for rest in (10**9, room)
     ]
-    assert [each.context_length for each in found] == [DEFAULT_CONTEXT + STEP, DEFAULT_CONTEXT]
+    assert [each.context_length for each in results] == [DEFAULT_CONTEXT + STEP, DEFAULT_CONTEXT]
     assert plan(LONG, cluster(10**9, 10**9), PlanOptions(layers=layers)).context_length == MOST
 
 

@@ -76,19 +76,19 @@ OLD = "Apple M1 Pro"
 def test_what_is_asked_for_wins_then_what_a_node_needs_then_what_is_fast(
     model: ModelCard, nodes: list[NodeFacts], dtype: str, reason: str
 ) -> None:
-    found = placed(model, *nodes, min_nodes=len(nodes))
-    assert (found.dtype, len(found.stages)) == (dtype, len(nodes))
-    assert re.search(reason, found.dtype_reason)
-    plain = found.dtype_reason == "the checkpoint's own"
-    assert ("computes in" in found.reason) is not plain
+    result = placed(model, *nodes, min_nodes=len(nodes))
+    assert (result.dtype, len(result.stages)) == (dtype, len(nodes))
+    assert re.search(reason, result.dtype_reason)
+    plain = result.dtype_reason == "the checkpoint's own"
+    assert ("computes in" in result.reason) is not plain
 
 
 def test_the_generators_operator_decides_for_the_whole_pipeline() -> None:
     nodes = [mac("a", dtype="float32"), cpu("b", dtype="bfloat16")]
     for first, dtype in (("a", "float32"), ("b", "bfloat16")):
         order = sorted(nodes, key=lambda node: node.id != first)
-        found = placed(PLAIN, *nodes, layers=tuple((node.id, 4) for node in order))
-        assert found.dtype == dtype
+        result = placed(PLAIN, *nodes, layers=tuple((node.id, 4) for node in order))
+        assert result.dtype == dtype
 
 
 def test_float32_is_taken_while_it_fits_to_the_byte_and_counted_in_full() -> None:
@@ -113,32 +113,32 @@ def test_float32_costs_no_more_nodes() -> None:
 
 
 def test_beside_a_mac_without_room_a_cpu_is_as_fast_as_alone() -> None:
-    found = preview(PLAIN, ClusterView((mac("a", memory=1), cpu("b"))))
-    assert found.best.dtype == "float32"
-    assert found.runner_up is None
+    result = preview(PLAIN, ClusterView((mac("a", memory=1), cpu("b"))))
+    assert result.best.dtype == "float32"
+    assert result.runner_up is None
 
 
 def test_sixteen_bits_are_looked_for_where_they_can_be_computed() -> None:
     """Of nodes that hold 60 % each, the quickest pairs have the CPU, and may not be."""
     size = need(EXPERTS, dtype="bfloat16") * 6 // 10
     quick = cpu("c", size, memory_bandwidth=900e9)
-    found = placed(EXPERTS, mac("a", memory=size), mac("b", memory=size), quick)
-    assert (found.dtype, {stage.node for stage in found.stages}) == ("bfloat16", {"a", "b"})
+    result = placed(EXPERTS, mac("a", memory=size), mac("b", memory=size), quick)
+    assert (result.dtype, {stage.node for stage in result.stages}) == ("bfloat16", {"a", "b"})
 
 
 def test_a_node_that_cannot_compute_in_sixteen_bits_is_no_place_for_them() -> None:
     """Experts on the Mac alone, since with the CPU's help they would need float32."""
     quick = mac("a", memory_bandwidth=400e9)
-    found = placed(EXPERTS, quick, cpu("b"))
-    assert (found.dtype, [stage.node for stage in found.stages]) == ("bfloat16", ["a"])
+    result = placed(EXPERTS, quick, cpu("b"))
+    assert (result.dtype, [stage.node for stage in result.stages]) == ("bfloat16", ["a"])
 
 
 def test_times_that_were_measured_in_another_dtype_do_not_count() -> None:
     slow = LayerProfile(decode_s=1.0, tail_s=1.0)
     for dtype, measured in (("bfloat16", False), ("float32", True)):
-        found = placed(PLAIN, cpu("a", profile=slow, profile_dtype=dtype))
-        assert found.dtype == "float32"
-        assert (found.score > 1) is measured
+        result = placed(PLAIN, cpu("a", profile=slow, profile_dtype=dtype))
+        assert result.dtype == "float32"
+        assert (result.score > 1) is measured
     assert placed(PLAIN, mac("a", OLD, profile=slow, profile_dtype="float16")).score > 1
 
 
@@ -165,13 +165,13 @@ def test_scales_and_a_head_grow_with_the_dtype_and_quantised_numbers_do_not() ->
 
 
 def test_lists_of_models_say_the_dtype_and_count_it() -> None:
-    told = fit(PLAIN, ClusterView((cpu("a"),)))
-    assert (told.dtype, told.needed_bytes) == ("float32", need(PLAIN, dtype="float32"))
-    assert "own products" in told.dtype_reason
+    verdict = fit(PLAIN, ClusterView((cpu("a"),)))
+    assert (verdict.dtype, verdict.needed_bytes) == ("float32", need(PLAIN, dtype="float32"))
+    assert "own products" in verdict.dtype_reason
     assert fit(PLAIN, ClusterView((cpu("a", 1),))).dtype == ""
 
 
 def test_a_cluster_of_such_cpus_is_proven_by_float32_alone() -> None:
-    found = preview(PLAIN, ClusterView((cpu("a"), cpu("b"))))
-    assert (found.best.dtype, found.bound_s) == ("float32", found.best.score)
-    assert found.runner_up is not None and found.runner_up.dtype == "float32"
+    result = preview(PLAIN, ClusterView((cpu("a"), cpu("b"))))
+    assert (result.best.dtype, result.bound_s) == ("float32", result.best.score)
+    assert result.runner_up is not None and result.runner_up.dtype == "float32"

@@ -24,13 +24,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 @pytest.fixture(scope="module")
 def folder(served: Node, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("bench") / "out"
-    done = exo_node(
+    result = exo_node(
         *("bench", "serve", "--data-dir", str(served.data_dir), "--model", "demo"),
         *("--workloads", "questions,32,agent", "--concurrency", "1,2", "--requests", "2"),
         *("--repeats", "1", "--limit", "0", "--output-tokens", "6", "--turns", "2", *LENGTH),
         *("--system-tokens", "150", "--tool-tokens", "20", "--output", str(out)),
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     return out
 
 
@@ -67,9 +67,9 @@ def test_the_facts_are_the_nodes_without_its_name(folder: Path, served: Node) ->
 
 def test_a_node_without_a_loaded_model_gets_the_remedy(tmp_path: Path) -> None:
     with node(tmp_path / "node") as idle:
-        done = exo_node("bench", "serve", "--data-dir", str(idle.data_dir))
-    assert done.returncode == 1
-    [line] = done.stderr.splitlines()
+        result = exo_node("bench", "serve", "--data-dir", str(idle.data_dir))
+    assert result.returncode == 1
+    [line] = result.stderr.splitlines()
     assert "has no model loaded; name one with --model ID" in line
     assert "demo" in line
 

@@ -149,8 +149,8 @@ def test_a_placement_under_way_is_made_by_the_next_head(trio: Trio, is_killed: b
         return bool(loading)
 
     with ThreadPoolExecutor(1) as pool:
-        asked = door if is_killed else head
-        placing = pool.submit(asked.call, "POST", "/v1/placements", body)
+        entry = door if is_killed else head
+        placing = pool.submit(entry.call, "POST", "/v1/placements", body)
         eventually(loads, WITHIN_S)
         for runner in loading:
             runner.suspend()  # so that the placement is not ready before the head is lost

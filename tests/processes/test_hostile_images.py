@@ -91,7 +91,7 @@ def _refused_early(running: Node, length: int) -> Reply:
 
 
 @pytest.fixture(scope="module")
-def seen(running: Node) -> Seen:
+def report(running: Node) -> Seen:
     it = Seen()
     # What is made before holds up no thread of this process that reads other answers.
     bodies = {name: body_of_file(file()) for name, (file, _) in (READ | REFUSED).items()}
@@ -173,48 +173,48 @@ def ids_of(reply: Reply) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("name", READ)
-def test_a_file_is_read_as_its_pixels(seen: Seen, name: str) -> None:
-    prompt, answer = ids_of(seen.replies[name])
-    assert (prompt, answer) == ids_of(seen.expected[name])
+def test_a_file_is_read_as_its_pixels(report: Seen, name: str) -> None:
+    prompt, answer = ids_of(report.replies[name])
+    assert (prompt, answer) == ids_of(report.expected[name])
     assert min(prompt) < 0 and len(answer) == 4
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_file_is_refused_by_its_field(seen: Seen, name: str) -> None:
-    reply = seen.replies[name]
+def test_a_file_is_refused_by_its_field(report: Seen, name: str) -> None:
+    reply = report.replies[name]
     assert (reply.status, reply.body["error"]["param"]) == (400, AT), reply.body
     assert re.search(REFUSED[name][1], reply.body["error"]["message"])
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_what_is_too_long_is_refused(seen: Seen, name: str) -> None:
+def test_what_is_too_long_is_refused(report: Seen, name: str) -> None:
     _, status, param, words = LONG[name]
-    reply = seen.replies[name]
+    reply = report.replies[name]
     error = reply.body["error"]
     assert (reply.status, error["param"]) == (status, param), error
     assert words in error["message"]
 
 
-def test_a_photo_has_the_processors_rows(seen: Seen) -> None:
+def test_a_photo_has_the_processors_rows(report: Seen) -> None:
     file = noted("JPEG", 6, PHOTO, quality=90)
-    prompt, answer = ids_of(seen.replies["a photo"])
+    prompt, answer = ids_of(report.replies["a photo"])
     own = PictureProcessor(DENSE, lambda _: None).prepare(file)
     assert [token for token in prompt if token < 0] == own.ids
     assert own.grid[1] > own.grid[2]  # upright
-    assert ids_of(seen.replies["a photo again"]) == (prompt, answer)
-    assert ids_of(seen.replies["PNG again"]) == ids_of(seen.replies["PNG"])
+    assert ids_of(report.replies["a photo again"]) == (prompt, answer)
+    assert ids_of(report.replies["PNG again"]) == ids_of(report.replies["PNG"])
 
 
-def test_memory_is_bounded(seen: Seen) -> None:
-    print({kind: f"{size >> 20} MiB" for kind, size in seen.bytes.items()})
+def test_memory_is_bounded(report: Seen) -> None:
+    print({kind: f"{size >> 20} MiB" for kind, size in report.bytes.items()})
     for kind, most in MOST_BYTES.items():
-        assert 0 < seen.bytes[kind] < most
+        assert 0 < report.bytes[kind] < most
 
 
-def test_other_answers_go_on(seen: Seen) -> None:
+def test_other_answers_go_on(report: Seen) -> None:
     """Another answer that waited for the slowest image would show it."""
-    gaps = sorted(seen.gaps)
+    gaps = sorted(report.gaps)
     median, most = gaps[len(gaps) // 2], gaps[-1]
-    photo, longest = seen.seconds["a photo"], max(seen.seconds.values())
+    photo, longest = report.seconds["a photo"], max(report.seconds.values())
     print(f"gaps: median {median:.4f} s, longest {most:.3f} s; images {photo:.2f}, {longest:.2f} s")
     assert len(gaps) > 100 and most < longest * 0.9

@@ -66,12 +66,12 @@ def launching(
     if "--" in own:
         at = own.index("--")
         own, dashes, rest = own[:at], ["--"], own[at + 1 :]
-    kept = {name: text for name, text in os.environ.items() if not name.startswith("EXO_")}
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("EXO_")}
     path = f"{tools.folder}{os.pathsep}{os.environ['PATH']}"
     return subprocess.Popen(
         [COMMAND, "launch", *own, "--data-dir", str(served.data_dir), *dashes, *rest],
         cwd=tools.folder,
-        env={**kept, "PATH": path, **(env or {})},
+        env={**environment, "PATH": path, **(env or {})},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

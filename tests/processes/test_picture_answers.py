@@ -55,8 +55,8 @@ def messages_of(turns: Turns, part_of: Callable[[Picture], Any]) -> list[dict[st
     for text, picture in turns:
         if messages:
             messages.append({"role": "assistant", "content": right})
-        shown = [] if picture is None else [part_of(picture)]
-        messages.append({"role": "user", "content": [*shown, {"type": "text", "text": text}]})
+        parts = [] if picture is None else [part_of(picture)]
+        messages.append({"role": "user", "content": [*parts, {"type": "text", "text": text}]})
         right = right if picture is None else picture.answer
     return messages
 
@@ -128,8 +128,8 @@ def ollama_messages(turns: Turns) -> list[dict[str, Any]]:
     messages = messages_of(turns, lambda it: {"type": "image", "data": base64_of(it)})
     for each in messages:
         if each["role"] == "user":
-            *shown, text = each["content"]
-            each["images"] = [part["data"] for part in shown]
+            *parts, text = each["content"]
+            each["images"] = [part["data"] for part in parts]
             each["content"] = text["text"]
     return messages
 

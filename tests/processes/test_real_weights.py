@@ -86,12 +86,12 @@ def greedy(models: Path) -> dict[str, str]:
     for prompt in (*PROMPTS, COPY):
         messages = [{"role": "user", "content": prompt}]
         ids = mx.array(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
-        written: list[int] = []
+        tokens: list[int] = []
         for token, _ in generate_step(ids, model, max_tokens=TOKENS):
             if int(token) in tokenizer.eos_token_ids:
                 break
-            written.append(int(token))
-        answers[prompt] = tokenizer.decode(written).strip()
+            tokens.append(int(token))
+        answers[prompt] = tokenizer.decode(tokens).strip()
     return answers
 
 

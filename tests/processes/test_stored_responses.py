@@ -97,12 +97,12 @@ def test_a_killed_nodes_answers_are_stored_if_they_had_ended_and_failed_if_not(
         with ThreadPoolExecutor(4) as pool:
             _ = [pool.submit(ask, number) for number in range(400)]
             eventually(lambda: len(ended) >= 8, CALL_S)
-            left = respond(running, "Count to a thousand.", store=True, background=True)["id"]
+            answer = respond(running, "Count to a thousand.", store=True, background=True)["id"]
             running.process.kill()
             pool.shutdown(cancel_futures=True)
     (folder / "node.json").unlink()  # of the process that was killed
     with node(folder, "--no-mdns") as running:
-        response = await_end(running, left)
+        response = await_end(running, answer)
         assert response["status"] == "failed"
         assert "the node stopped meanwhile" in response["error"]["message"]
         for id in ended:

@@ -30,9 +30,9 @@ class _Terminal:
 
     def wait_for(self, pattern: str) -> re.Match[str]:
         eventually(lambda: re.search(pattern, self.read()), WITHIN_S)
-        found = re.search(pattern, self.text)
-        assert found is not None
-        return found
+        match = re.search(pattern, self.text)
+        assert match is not None
+        return match
 
 
 @contextmanager

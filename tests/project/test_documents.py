@@ -104,11 +104,11 @@ def _rule(*lines: list[str]) -> bool:
 def test_a_path_in_code_marks_exists(document: str) -> None:
     named = {span for span in spans(text_of(document)) if _PATH.fullmatch(span)}
     # In a model's folder, and what a bench writes.
-    written = {"mtp.json", "mtp-bench/", "serve-bench/", "serve.json", "serve.csv", "index.html"}
-    written |= {"1_Pooling/config.json", "modules.json", "sentence_bert_config.json"}
-    written |= {f"{name}.json" for name in ("chat_template", "processor_config", "tokenizer")}
-    written |= {"additional_chat_templates", "generation_config.json", "tokenizer_config.json"}
-    for_a_user = {"profiles.toml", "exo-card.toml", "config.json", "Owner--Name.toml", *written}
+    outputs = {"mtp.json", "mtp-bench/", "serve-bench/", "serve.json", "serve.csv", "index.html"}
+    outputs |= {"1_Pooling/config.json", "modules.json", "sentence_bert_config.json"}
+    outputs |= {f"{name}.json" for name in ("chat_template", "processor_config", "tokenizer")}
+    outputs |= {"additional_chat_templates", "generation_config.json", "tokenizer_config.json"}
+    for_a_user = {"profiles.toml", "exo-card.toml", "config.json", "Owner--Name.toml", *outputs}
     missing = [path for path in named - for_a_user if not any(ROOT.glob(path.rstrip("/")))]
     assert missing == []
 

@@ -21,7 +21,7 @@ print(settings.profiles_file, settings.cards_dir, sep="\\n")
 def test_processes_of_tests_have_a_configuration_folder_of_their_own(
     environment: Callable[[], dict[str, str]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    shown = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", _SHOW],
         env=environment(),
         check=True,
@@ -30,5 +30,5 @@ def test_processes_of_tests_have_a_configuration_folder_of_their_own(
     )
     folder = Path(os.environ["XDG_CONFIG_HOME"])
     assert folder.is_relative_to(tmp_path_factory.getbasetemp())
-    for path in shown.stdout.splitlines():
+    for path in result.stdout.splitlines():
         assert Path(path).is_relative_to(folder)

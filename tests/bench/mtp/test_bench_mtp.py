@@ -136,10 +136,12 @@ def test_the_page_has_the_tables_and_a_chart_of_each(swept: Bench) -> None:
     assert "<b>" not in page
     assert page.count("question $x_$ &lt;b&gt;") == 2
     assert all(f">{arm['arm']}<" in page for arm in swept.body["arms"])
-    assert not [word for word in ("<script", "http://", str(swept.folder)) if word in _seen(page)]
+    assert not [
+        word for word in ("<script", "http://", str(swept.folder)) if word in _visible(page)
+    ]
 
 
-def _seen(page: str) -> str:
+def _visible(page: str) -> str:
     """A page without the names of SVG's own namespaces."""
     return re.sub(r'xmlns(:xlink)?="[^"]*"', "", page)
 
@@ -192,9 +194,9 @@ class FirstRound:
 
 
 def test_adaptive_arms_begin_where_requests_of_a_node_begin(tmp_path: Path) -> None:
-    wanted = bench_request(tmp_path, adaptive=True, lookup=True, initial_k=1)
+    full = bench_request(tmp_path, adaptive=True, lookup=True, initial_k=1)
     engine: Any = FirstRound()
-    answers = make_answers(wanted, small_spec(), make_arms(wanted, 3, copies=True), engine)
+    answers = make_answers(full, small_spec(), make_arms(full, 3, copies=True), engine)
     for name in ("adaptive", "both"):
         with pytest.raises(LoadFailed):
             _ = answers[name]([1, 2, 3], 4)

@@ -31,15 +31,15 @@ AGENTS = Workload("agent", 200, turns=3, tool_tokens=40)
 def test_words_are_chosen_so_that_the_prompt_has_the_tokens_asked_for() -> None:
     measured = Calibration.between((16, 29), (216, 279))
     assert measured == COUNTED
-    [asked] = Workload("512", 512).conversations(measured, 1, "s")
-    words = len(asked.turns[0].text.split())
+    [conversation] = Workload("512", 512).conversations(measured, 1, "s")
+    words = len(conversation.turns[0].text.split())
     assert abs(9 + 1.25 * words - 512) <= 1.25
 
 
 def test_a_server_without_usage_gets_a_word_a_token_and_it_is_said() -> None:
     assert Calibration.between((16, 9), (216, 9)).source == "assumed"
-    [asked] = Workload("32", 32).conversations(Calibration(), 1, "s")
-    assert len(asked.turns[0].text.split()) == 32
+    [conversation] = Workload("32", 32).conversations(Calibration(), 1, "s")
+    assert len(conversation.turns[0].text.split()) == 32
 
 
 def test_no_two_prompts_begin_alike_but_the_same_seed_gives_the_same() -> None:
@@ -60,15 +60,15 @@ def test_agents_share_their_system_prompt_and_nothing_else() -> None:
 
 
 def test_an_agents_next_request_repeats_the_servers_answers() -> None:
-    asked = Conversation(
+    conversation = Conversation(
         (TurnMessage("user", "do"), TurnMessage("tool", "done"), TurnMessage("tool", "x")),
         "be good",
     )
-    assert asked.messages([]) == [
+    assert conversation.messages([]) == [
         {"role": "system", "content": "be good"},
         {"role": "user", "content": "do"},
     ]
-    assert asked.messages(["I call"])[2:] == [
+    assert conversation.messages(["I call"])[2:] == [
         {"role": "assistant", "content": "I call"},
         {"role": "tool", "content": "done", "tool_call_id": "call_1"},
     ]

@@ -153,13 +153,13 @@ def test_servers_keep_their_order_and_colour_although_they_take_turns(folder: Pa
 
 
 def test_the_page_is_whole_html_that_refers_to_nothing_outside(folder: Path) -> None:
-    seen = _Reader()
-    seen.feed(_page(folder))
-    seen.close()
-    assert seen.open == []
-    assert seen.references == []
-    assert seen.tags.isdisjoint({"script", "link", "img", "iframe", "object", "base", "form"})
-    assert len(seen.ids) == len(set(seen.ids))
+    reader = _Reader()
+    reader.feed(_page(folder))
+    reader.close()
+    assert reader.open == []
+    assert reader.references == []
+    assert reader.tags.isdisjoint({"script", "link", "img", "iframe", "object", "base", "form"})
+    assert len(reader.ids) == len(set(reader.ids))
     style = _page(folder).partition("<style>")[2].partition("</style>")[0]
     assert "url(" not in style
     assert "@import" not in style

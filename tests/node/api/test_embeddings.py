@@ -45,8 +45,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def node(running: Node) -> Node:
     running.chat.reset()
     # As they were computed: in no order.
-    found = (Embedded(index=index, vector=PACKED[index], tokens=5) for index in (2, 0, 1))
-    running.chat.scripts["demo"] = says(Started(()), *found, FINISHED)
+    vectors = (Embedded(index=index, vector=PACKED[index], tokens=5) for index in (2, 0, 1))
+    running.chat.scripts["demo"] = says(Started(()), *vectors, FINISHED)
     running.chat.scripts["one"] = says(
         Started(()), Embedded(index=0, vector=PACKED[0], tokens=5), FINISHED
     )

@@ -78,10 +78,10 @@ class Losing(FakeOperations):
         super().__init__()
         self.errors = list(errors)
 
-    async def place(self, asked: PlacementBody) -> Json:
+    async def place(self, body: PlacementBody) -> Json:
         if self.errors:
             raise self.errors.pop(0)
-        return await super().place(asked)
+        return await super().place(body)
 
 
 async def breaks_off() -> Chunks:
@@ -141,11 +141,11 @@ def test_so_does_one_whose_head_stopped_without_a_word() -> None:
 def test_a_request_that_nobody_began_to_answer_goes_to_the_next_head_with_its_body(
     heads: list[NodeId | None],
 ) -> None:
-    asked = [(head, '{"a": 1}') for head in heads]
+    calls = [(head, '{"a": 1}') for head in heads]
     script = Heads({OLD: breaks, NEW: whole}, heads)
     reply = ask(script)
     assert (reply.status, reply.json) == (200, {"from": "a head"})
-    assert script.requests == asked
+    assert script.requests == calls
 
 
 def test_or_is_answered_here_where_this_node_is_the_next_head() -> None:

@@ -244,25 +244,25 @@ def test_any_damage_is_survived_and_what_it_costs_is_named(
     dialect, at, action, value = damage
     history = copy.deepcopy(HISTORY[dialect])
     inside, last = parent(history, at), at[-1]
-    lost, gone = words(inside[last]), True
+    lost, is_lost = words(inside[last]), True
     if action == "drop":
         del inside[last]
     elif action == "replace":
         inside[last] = value
     elif isinstance(last, int):
         inside.insert(last, value)
-        gone = False
+        is_lost = False
     else:
         inside[f"new_{last}"] = value
-        gone = False
+        is_lost = False
     try:
         text, ignored = read(dialect, history)
     except InvalidRequest as fault:
         assert at[0] == len(HISTORY[dialect]) - 1, "only the latest turn asks the model to read"
         assert re.search("read files|data URL|begins with data:image|no valid base64", str(fault))
         return
-    left = words(history) if not gone else words(history) | (words(HISTORY[dialect]) - lost)
-    assert left <= words(text) or ignored, (left - words(text), text)
+    expected = words(history) if not is_lost else words(history) | (words(HISTORY[dialect]) - lost)
+    assert expected <= words(text) or ignored, (expected - words(text), text)
     names = {each for each in at if isinstance(each, str)}
     if MARK in json.dumps(value) and action != "drop" and not names & SILENT:
         assert MARK in text or ignored, (text, history)

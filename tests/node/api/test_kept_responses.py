@@ -82,11 +82,11 @@ def test_references_are_the_items_that_they_name(node: Node, openai: Any, stream
 
 @pytest.mark.parametrize("id", ["item_0123456789abcdef01234567_0", "msg_abc", "", "item_x_1"])
 def test_a_reference_to_nothing_is_refused_by_its_place(node: Node, openai: Any, id: str) -> None:
-    kept = openai.responses.create(model="demo", input="hi")
-    known = {"type": "item_reference", "id": kept.output[0].id}
+    stored = openai.responses.create(model="demo", input="hi")
+    reference = {"type": "item_reference", "id": stored.output[0].id}
     with pytest.raises(BadRequestError) as caught:
         _ = openai.responses.create(
-            model="demo", input=[known, {"type": "item_reference", "id": id}, *ASK]
+            model="demo", input=[reference, {"type": "item_reference", "id": id}, *ASK]
         )
     assert caught.value.param == "input[1].id" and f"no item '{id}'" in caught.value.message
     assert "send the item itself" in caught.value.message

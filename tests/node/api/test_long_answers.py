@@ -117,9 +117,9 @@ def test_the_loop_runs_while_the_longest_answers_are_given(
     with serving_stored(store_in(tmp_path, max_conversation=40_000_000)) as node:
         node.chat.scripts["demo"] = script
         reply = node.ask("POST", path, {"model": "demo", **BODIES[path], **fields})
-        kept = node.ask("GET", f"{path}/{reply.json['id']}") if path == "/v1/responses" else reply
+        stored = node.ask("GET", f"{path}/{reply.json['id']}") if path == "/v1/responses" else reply
         longest = max(script.gaps)
-    assert reply.status == 200 and reply.json == kept.json
+    assert reply.status == 200 and reply.json == stored.json
     assert longest < GAP_S
     if "n" in fields:
         choices = reply.json["choices"]

@@ -133,9 +133,9 @@ def test_a_silent_download_sends_signs_of_life_and_ends_with_its_client(
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{node.port}\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     connection = node.raw(head.encode() + body)
-    seen, sign = b"", b": no news" if path.startswith("/v1") else b'"completed":4'
-    while seen.count(sign) < 3:
-        seen += connection.recv(4096)
+    received, sign = b"", b": no news" if path.startswith("/v1") else b'"completed":4'
+    while received.count(sign) < 3:
+        received += connection.recv(4096)
     assert pull.left == 0
     connection.shutdown(socket.SHUT_RDWR)
     connection.close()

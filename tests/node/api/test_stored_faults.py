@@ -74,11 +74,11 @@ def test_a_background_answer_whose_end_cannot_be_stored_is_read_until_the_node_s
     store = FullAtTheEnd(tmp_path / "r", LIMITS, patience_s=60, max_conversation=1000)
     with serving_stored(store) as node:
         id = node.ask("POST", PATH, {**BODY, "background": True}).json["id"]
-        done = until_ended(node, id)
-        assert (done["status"], done["store"]) == ("completed", False)
-        assert done["store_error"] == "the disk is full"
+        ended = until_ended(node, id)
+        assert (ended["status"], ended["store"]) == ("completed", False)
+        assert ended["store_error"] == "the disk is full"
         stream = events_of(node.ask("GET", f"{PATH}/{id}?stream=true"))
-        assert stream[-1]["response"] == done
+        assert stream[-1]["response"] == ended
         assert node.ask("DELETE", f"{PATH}/{id}").status == 200
         assert node.ask("GET", f"{PATH}/{id}").status == 404
     again = store_in(tmp_path)
@@ -242,11 +242,11 @@ def streaming(node: Node, **fields: Any) -> Generator[HTTPResponse]:
 def test_a_response_without_room_is_answered_and_others_stay(tmp_path: Path) -> None:
     store = store_in(tmp_path, replace(LIMITS, bytes=200_000))
     with serving_stored(store) as node:
-        kept = node.ask("POST", PATH, BODY).json["id"]
+        stored = node.ask("POST", PATH, BODY).json["id"]
         large = secrets.token_hex(400_000)
         reply = node.ask("POST", PATH, {**BODY, "input": large})
         assert reply.status == 200 and "EXO_RESPONSES_GB" in reply.json["store_error"]
-        assert node.ask("GET", f"{PATH}/{kept}").status == 200
+        assert node.ask("GET", f"{PATH}/{stored}").status == 200
 
 
 def test_a_conversation_that_is_too_long_is_refused(tmp_path: Path) -> None:

@@ -145,9 +145,9 @@ def test_an_answer_in_the_background_outlives_its_client(node: Node, openai: Any
     assert created.status == "queued" and created.background is True
     assert openai.responses.retrieve(created.id).status in ("queued", "in_progress")
     gate.let(4)
-    done = ended(openai, created.id)
-    assert (done.status, done.output_text) == ("completed", "word0 word1 word2 word3 ")
-    assert done.usage.output_tokens == 3
+    final = ended(openai, created.id)
+    assert (final.status, final.output_text) == ("completed", "word0 word1 word2 word3 ")
+    assert final.usage.output_tokens == 3
 
 
 def test_an_answer_is_cancelled_by_a_request_without_a_body_and_its_type(

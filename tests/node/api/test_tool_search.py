@@ -220,11 +220,11 @@ def test_a_search_that_the_client_runs_is_a_call_of_its_own_kind(
     node: Node, openai: Any, stream: bool
 ) -> None:
     calls(node, "tool_search", '{"query": "notes"}')
-    asked: Any = openai.responses.create(
+    created: Any = openai.responses.create(
         model="demo", input="hi", tools=[CLIENT_SEARCH], stream=stream
     )
-    events = list(asked) if stream else []
-    response = events[-1].response if stream else asked
+    events = list(created) if stream else []
+    response = events[-1].response if stream else created
     (item,) = response.to_dict()["output"]
     assert {name: item[name] for name in ("type", "execution", "arguments", "status")} == {
         "type": "tool_search_call",

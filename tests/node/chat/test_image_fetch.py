@@ -88,12 +88,12 @@ def fetched(
 
 
 def test_images_arrive_in_their_order_with_their_types() -> None:
-    shown = Image(b"here", "image/jpeg", "f")
+    picture = Image(b"here", "image/jpeg", "f")
     with server(sends(DATA)) as (port, paths):
         first, second, third = fetched(
-            at(f"http://localhost:{port}/a?b=c"), shown, at(f"http://127.0.0.1:{port}/d")
+            at(f"http://localhost:{port}/a?b=c"), picture, at(f"http://127.0.0.1:{port}/d")
         )
-    assert (first.data, first.media_type, second) == (DATA, "image/png", shown)
+    assert (first.data, first.media_type, second) == (DATA, "image/png", picture)
     assert (third.data, sorted(paths)) == (DATA, ["/a?b=c", "/d"])
 
 
@@ -157,11 +157,11 @@ def test_a_url_that_no_client_can_send_is_refused_by_its_field(url: str) -> None
 
 
 def test_a_redirect_is_checked_like_the_first_address() -> None:
-    asked = list[str]()
+    hosts = list[str]()
 
     def only_first(address: str) -> bool:
-        asked.append(address)
-        return len(asked) == 1
+        hosts.append(address)
+        return len(hosts) == 1
 
     with server(redirects("/there")) as (port, paths):
         assert fetched(at(f"http://127.0.0.1:{port}/"))[0].data == DATA

@@ -62,8 +62,8 @@ def test_a_model_that_reads_no_images_gets_notes_for_earlier_ones() -> None:
 
 @pytest.mark.parametrize("role", ["user", "system"])
 def test_what_it_must_see_is_refused_with_the_reason(role: str) -> None:
-    asked: dict[str, object] = {"role": role, "content": content_of([ONE])}
-    for messages in ([asked], [asked, {"role": "tool", "content": "x"}]):
+    turn: dict[str, object] = {"role": role, "content": content_of([ONE])}
+    for messages in ([turn], [turn, {"role": "tool", "content": "x"}]):
         with pytest.raises(UnsupportedParameter) as caught:
             _ = as_read(request_of(*messages), "exo-node[vision] is not installed")
         assert caught.value.param == "messages[0].content[1].url"

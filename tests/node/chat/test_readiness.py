@@ -72,8 +72,8 @@ async def test_an_embedder_that_rested_is_asked_for_an_embedding() -> None:
         for _ in range(2):
             assert await setup.readiness.fault() == ""
         [request] = setup.generators.requests
-        [wanted] = request.embeddings.inputs
-        assert wanted.token_ids.ids == [0]
+        [inputs] = request.embeddings.inputs
+        assert inputs.token_ids.ids == [0]
 
 
 @pytest.mark.parametrize(

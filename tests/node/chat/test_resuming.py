@@ -48,36 +48,36 @@ def test_what_a_prompt_scored_is_handed_out_once_over_all_attempts() -> None:
 def test_another_attempt_repeats_the_ids_and_forwards_that_were_handed_out() -> None:
     clock = Clock()
     answer = AnswerLog("r", LAN, clock)
-    asked = pb.GenerateRequest(request="r", attempt=1, messages=pb.Messages(json="[]"))
-    assert answer.continues(asked) == asked
+    wire = pb.GenerateRequest(request="r", attempt=1, messages=pb.Messages(json="[]"))
+    assert answer.continues(wire) == wire
     answer.saw(pb.GenerateEvent(started=pb.Started(prompt_ids=[5, 6, 7])))
     answer.saw(delta(0, 8))
     answer.saw(delta(3, 9, 10))
     assert answer.lost()
-    again = answer.continues(asked)
+    again = answer.continues(wire)
     assert (again.attempt, list(again.token_ids.ids)) == (2, [5, 6, 7])
     assert [list(r.tokens) for r in again.replay] == [[8], [9, 10]]
     assert [(r.forward.position, r.forward.rows) for r in again.replay] == [(0, 1), (3, 2)]
-    assert asked.attempt == 1, "the request of the first attempt is not changed"
+    assert wire.attempt == 1, "the request of the first attempt is not changed"
 
 
 def test_another_attempt_wants_the_embeddings_that_are_missing() -> None:
     clock = Clock()
     answer = AnswerLog("r", LAN, clock)
     inputs = [pb.EmbeddingInput(index=index, text=f"text {index}") for index in range(3)]
-    asked = pb.GenerateRequest(attempt=1, embeddings=pb.Embeddings(inputs=inputs, dimensions=8))
-    assert answer.continues(asked) == asked
+    wire = pb.GenerateRequest(attempt=1, embeddings=pb.Embeddings(inputs=inputs, dimensions=8))
+    assert answer.continues(wire) == wire
     for index, tokens in ((2, 7), (0, 5)):
         answer.saw(pb.GenerateEvent(embedded=pb.Embedded(index=index, tokens=tokens)))
     assert answer.lost()
-    again = answer.continues(asked)
+    again = answer.continues(wire)
     assert [each.index for each in again.embeddings.inputs] == [1]
     assert (again.attempt, again.embeddings.dimensions) == (2, 8)
-    assert len(asked.embeddings.inputs) == 3, "the request of the first attempt is not changed"
+    assert len(wire.embeddings.inputs) == 3, "the request of the first attempt is not changed"
     assert answer.embedded == {2: 7, 0: 5}
     answer.saw(pb.GenerateEvent(embedded=pb.Embedded(index=1, tokens=3)))
     assert answer.lost(), "each attempt brought something new"
-    rest = answer.continues(asked)
+    rest = answer.continues(wire)
     assert rest.WhichOneof("prompt") == "embeddings" and not rest.embeddings.inputs
 
 

@@ -52,7 +52,7 @@ MODEL = pb.Placed(
 )
 
 
-def asked(explicit: Sampling | None = None, *names: str, of_profile: str = "") -> GenerationRequest:
+def call(explicit: Sampling | None = None, *names: str, of_profile: str = "") -> GenerationRequest:
     return GenerationRequest(
         RequestId("r"),
         ModelId("m"),
@@ -65,7 +65,7 @@ def asked(explicit: Sampling | None = None, *names: str, of_profile: str = "") -
 
 
 def test_the_card_wins_over_the_publisher_and_both_over_the_default() -> None:
-    request = asked()
+    request = call()
     assert {name: (v["value"], v["source"]) for name, v in sources_of(request, MODEL).items()} == {
         "temperature": (0.6, "card"),
         "top_p": (0.8, "generation_config.json"),
@@ -81,9 +81,9 @@ def test_the_card_wins_over_the_publisher_and_both_over_the_default() -> None:
 def test_what_the_request_or_its_profile_sets_wins() -> None:
     own = Sampling(temperature=0.0, top_p=0.5, seed=7, repetition_penalty=1.0)
     names = ("temperature", "top_p", "seed", "repetition_penalty", "logit_bias")
-    request = asked(own, *names, of_profile="top_p repetition_penalty")
-    shown = {name: (v["value"], v["source"]) for name, v in sources_of(request, MODEL).items()}
-    assert shown == {
+    request = call(own, *names, of_profile="top_p repetition_penalty")
+    values = {name: (v["value"], v["source"]) for name, v in sources_of(request, MODEL).items()}
+    assert values == {
         "temperature": (0.0, "request"),
         "top_p": (0.5, "profile"),
         "top_k": (20, "card"),
@@ -97,7 +97,7 @@ def test_what_the_request_or_its_profile_sets_wins() -> None:
 
 
 def test_a_model_without_suggestions_keeps_the_request_as_it_is() -> None:
-    sampling = to_wire(asked(Sampling(temperature=0.3, top_k=2)), pb.Placed()).sampling
+    sampling = to_wire(call(Sampling(temperature=0.3, top_k=2)), pb.Placed()).sampling
     assert (sampling.temperature, sampling.top_k) == (pytest.approx(0.3), 2)
 
 
@@ -106,5 +106,5 @@ def test_a_model_without_suggestions_keeps_the_request_as_it_is() -> None:
 def test_values_of_a_peer_that_are_out_of_bounds_count_as_absent(name: str, value: float) -> None:
     ready = pb.LoadReady(published_sampling={name: value})
     placed = pb.Placed(sampling={name: value}, stages=[pb.PlacedStage(ready=ready)])
-    assert sources_of(asked(), placed)[name]["source"] == "default"
-    assert to_wire(asked(), placed) == to_wire(asked(), pb.Placed(stages=placed.stages))
+    assert sources_of(call(), placed)[name]["source"] == "default"
+    assert to_wire(call(), placed) == to_wire(call(), pb.Placed(stages=placed.stages))

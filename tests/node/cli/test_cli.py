@@ -251,8 +251,8 @@ def test_show_asks_the_running_node_how_fast_the_model_is(stub: Stub, tmp_path: 
     demo = {**DEMO, "fits": fit, "loaded": True}
     for listed, words in (([demo], "as measured 81.5 tokens a second"), ([], "estimated ")):
         stub.replies = {"/v1/models": as_json({"object": "list", "data": listed})}
-        shown = exo_node("models", "show", "demo", *port)
-        assert words in shown.stdout, shown
+        output = exo_node("models", "show", "demo", *port)
+        assert words in output.stdout, output
     offline = exo_node("models", "show", "demo", "--data-dir", str(tmp_path))
     assert "estimated " in offline.stdout, offline
 

@@ -154,10 +154,10 @@ def test_images_and_encoders_are_named_with_both_ways_to_add_them(
     assert "for images and encoders (BERT" in installed.text and not installed.remedy
     assert "mlx-vlm 0." in installed.text
     monkeypatch.setattr(doctor_module, "has_extra", lambda: False)
-    found = vision_extra()
-    assert found.state == "ok"
-    assert "no images" in found.text and "encoders (BERT, " in found.text
-    assert "exo-node[vision]" in found.remedy and "--no-deps mlx-vlm pillow" in found.remedy
+    checks = vision_extra()
+    assert checks.state == "ok"
+    assert "no images" in checks.text and "encoders (BERT, " in checks.text
+    assert "exo-node[vision]" in checks.remedy and "--no-deps mlx-vlm pillow" in checks.remedy
 
 
 def test_a_mac_that_keeps_this_program_from_its_network_is_told_what_to_press(
@@ -172,7 +172,7 @@ def test_a_mac_that_keeps_this_program_from_its_network_is_told_what_to_press(
     monkeypatch.setattr(local_network, "_send", blocked)
     monkeypatch.setattr(doctor_module, "own_interfaces", lambda: [Interface("en0", "10.0.0.5")])
     no_node = ExoNodeError("no node runs")
-    found = {each.what: each for each in doctor_module.check_all(tmp_path, no_node)}
-    assert found["network"].state == "wrong"
-    assert "System Settings > Privacy & Security > Local Network" in found["network"].remedy
-    assert found["backend"].text.startswith("metal on ")
+    checks = {each.what: each for each in doctor_module.check_all(tmp_path, no_node)}
+    assert checks["network"].state == "wrong"
+    assert "System Settings > Privacy & Security > Local Network" in checks["network"].remedy
+    assert checks["backend"].text.startswith("metal on ")

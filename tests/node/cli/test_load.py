@@ -35,8 +35,8 @@ def test_the_number_is_sent_and_what_became_of_it_is_said(
 
 
 def test_options_that_an_earlier_load_gave_are_named_with_what_drops_them(stub: Stub) -> None:
-    held = {"replicas": 3, "replicas_missing": "for a second no node is left"}
-    placement = {**READY, **held, "asked_for": "at least 3 nodes"}
+    state = {"replicas": 3, "replicas_missing": "for a second no node is left"}
+    placement = {**READY, **state, "asked_for": "at least 3 nodes"}
     stub.replies["/v1/placements"] = as_json({**placement, "data": [placement]})
     result = in_process("replicas", "--port", str(stub.port), "demo", "3")
     assert " ".join(result.output.split()) == (

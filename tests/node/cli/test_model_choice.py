@@ -32,7 +32,7 @@ def printed(stub: Stub, *arguments: str, **extra: str) -> Any:
     return in_process("launch", *arguments, "--print", "--port", str(stub.port), **extra)
 
 
-def said(result: Any) -> str:
+def output(result: Any) -> str:
     return " ".join(result.output.split())
 
 
@@ -78,7 +78,7 @@ def test_a_model_that_cannot_serve_the_tool_is_refused_with_those_that_can(
     stub.replies[f"{PREVIEW}absent"] = as_json(absent, 404)
     result = printed(stub, "claude", *arguments)
     assert result.exit_code in (1, 2)
-    assert words in said(result)
+    assert words in output(result)
     assert stub.bodies == []
 
 
@@ -90,7 +90,7 @@ def test_a_model_that_calls_no_tools_is_named_for_those_alone_that_need_none(
     stub: Stub, tool: str, words: str
 ) -> None:
     serve(stub, PICTURES)
-    assert words in said(printed(stub, tool))
+    assert words in output(printed(stub, tool))
 
 
 @pytest.mark.parametrize(("count", "end"), [(8, "m7"), (9, "m8"), (10, "m7, and 2 others")])
@@ -98,7 +98,7 @@ def test_many_models_are_counted_and_a_single_one_more_is_named(
     stub: Stub, count: int, end: str
 ) -> None:
     serve(stub, *({**OTHER, "id": f"m{number}"} for number in range(count)))
-    assert said(printed(stub, "claude")).rstrip("│ ").endswith(end)
+    assert output(printed(stub, "claude")).rstrip("│ ").endswith(end)
 
 
 def test_a_model_without_a_format_for_calls_is_noted_for_tools_that_call(stub: Stub) -> None:
@@ -129,25 +129,25 @@ def test_what_a_load_would_be_refused_for_is_the_error(stub: Stub) -> None:
 def test_another_tool_is_refused_with_the_names(stub: Stub) -> None:
     result = printed(stub, "cursor")
     assert result.exit_code == 2
-    assert "'cursor' is none of claude, codex, opencode, qwen, copilot, aider" in said(result)
+    assert "'cursor' is none of claude, codex, opencode, qwen, copilot, aider" in output(result)
 
 
 def test_without_a_node_the_error_is_that_of_every_command() -> None:
     result = in_process("launch", "claude", "--print")
     assert result.exit_code == 69
-    assert "start one with `exo-node start`" in said(result)
+    assert "start one with `exo-node start`" in output(result)
 
 
 def test_the_list_is_asked_for_as_the_tool_will_ask(stub: Stub, tmp_path: Path) -> None:
-    sent: list[Message] = []
+    messages: list[Message] = []
 
     def reply(handler: BaseHTTPRequestHandler) -> None:
-        sent.append(handler.headers)
+        messages.append(handler.headers)
         as_json({"object": "list", "data": [LOADED]})(handler)
 
     stub.replies["/v1/models"] = reply
     _ = (tmp_path / "local.token").write_text("0" * 64)
     result = printed(stub, "claude", EXO_DATA_DIR=str(tmp_path), EXO_API_KEY="k3y")
     assert result.exit_code == 0, result.output
-    [headers] = sent
+    [headers] = messages
     assert (headers["Authorization"], headers["X-Exo-Token"]) == ("Bearer k3y", None)

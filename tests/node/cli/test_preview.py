@@ -311,12 +311,12 @@ def test_the_memory_that_a_preview_names_is_just_what_the_planner_needs(head: ob
 
 def test_a_preview_of_quantised_caches_shows_their_bits_and_why() -> None:
     view, options = cluster(400), PlanOptions(kv_bits=8)
-    shown = preview_json(card(head_dim=64), preview(card(head_dim=64), view, options), view, "")
-    assert (shown["best"]["kv_bits"], shown["best"]["kv_bits_reason"]) == (
+    body = preview_json(card(head_dim=64), preview(card(head_dim=64), view, options), view, "")
+    assert (body["best"]["kv_bits"], body["best"]["kv_bits_reason"]) == (
         8,
         "kv_bits = 8 was requested",
     )
-    text = preview_text(shown)
+    text = preview_text(body)
     assert "tokens of context, in bfloat16, caches of 8 bits\n" in text
     assert "attention caches have 8 bits a number, 53 % of their bytes in bfloat16" in text
 

@@ -105,8 +105,8 @@ def test_settings_reach_the_request_and_are_taken_back() -> None:
 def test_a_command_says_what_it_did_or_what_is_wrong(line: str, reply: str) -> None:
     session = ChatSession("demo", ("demo", "big"), depths={"demo": 3})
     assert reply in session.command(line)
-    kept = {"num_draft_tokens": 3} if line == "/k 3" else {}
-    assert session.options == kept, "nothing that the next question is refused for"
+    draft_fields = {"num_draft_tokens": 3} if line == "/k 3" else {}
+    assert session.options == draft_fields, "nothing that the next question is refused for"
 
 
 @pytest.mark.parametrize("name", BOUNDS)

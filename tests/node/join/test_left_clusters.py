@@ -12,11 +12,11 @@ from exo_node.node.trust.cluster_key import KeyFolder
 
 def test_a_left_cluster_is_asked_again_once_a_person_says_so(tmp_path: Path) -> None:
     folder = KeyFolder(tmp_path)
-    left = cluster_fingerprint(folder.load())
-    said = CliRunner().invoke(app, ["leave", "--yes", "--data-dir", str(tmp_path)])
-    assert "it does not ask that one again before `exo-node join --again`" in said.stderr
+    fingerprint = cluster_fingerprint(folder.load())
+    result = CliRunner().invoke(app, ["leave", "--yes", "--data-dir", str(tmp_path)])
+    assert "it does not ask that one again before `exo-node join --again`" in result.stderr
     own = cluster_fingerprint(folder.load())
-    assert folder.left_clusters() == {left} and folder.is_fresh(own)
+    assert folder.left_clusters() == {fingerprint} and folder.is_fresh(own)
     again = CliRunner().invoke(app, ["join", "--again", "--data-dir", str(tmp_path)])
     assert again.exit_code == 0, again.output
     assert folder.left_clusters() == frozenset()

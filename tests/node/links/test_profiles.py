@@ -68,8 +68,8 @@ def test_a_start_reads_the_latest_files_only(
     for at in range(4):
         before = set(tmp_path.iterdir())
         profiles.store(f"f{at}", times(model=f"m{at}"))
-        [written] = set(tmp_path.iterdir()) - before
-        os.utime(written, (at, at))
+        [new_file] = set(tmp_path.iterdir()) - before
+        os.utime(new_file, (at, at))
     again = open_profiles(tmp_path)
     assert [each.model for each in again.times()] == ["m2", "m3"]
     assert again.missing("f0", "float32", generator=False)

@@ -103,18 +103,18 @@ def test_metals_limit_is_what_mlx_reports(
     said: str | None,
     limit: int,
 ) -> None:
-    asked = list[tuple[str, ...]]()
+    commands = list[tuple[str, ...]]()
 
     def output_of(*command: str) -> str | None:
-        asked.append(command)
+        commands.append(command)
         return said
 
     monkeypatch.setattr(hardware, "output_of", output_of)
     assert metal_limit(64 * _GIB) == limit
-    assert "max_recommended_working_set_size" in asked[0][-1]
-    known = limit != int(0.70 * 64 * _GIB)
+    assert "max_recommended_working_set_size" in commands[0][-1]
+    is_known = limit != int(0.70 * 64 * _GIB)
     assert [record.getMessage() for record in caplog.records] == (
-        [] if known else ["Metal does not say its memory limit: models get 70 %"]
+        [] if is_known else ["Metal does not say its memory limit: models get 70 %"]
     )
 
 

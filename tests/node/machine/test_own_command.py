@@ -58,8 +58,8 @@ def test_printed_commands_can_be_typed_where_the_program_is_not_on_the_path(
         return subprocess.run([*words], capture_output=True, text=True, env=clean, check=False)
 
     folder = tmp_path / "my data"
-    said = run(str(program), "status", *(["--data-dir", str(folder)] if flagged else [])).stderr
-    command = said[said.index("`") + 1 : said.rindex("`")]
+    error = run(str(program), "status", *(["--data-dir", str(folder)] if flagged else [])).stderr
+    command = error[error.index("`") + 1 : error.rindex("`")]
     assert command.endswith("exo-node start")
     helped = run("sh", "-c", f"{command} --help")
     assert (helped.returncode, helped.stderr) == (0, "")
@@ -67,4 +67,4 @@ def test_printed_commands_can_be_typed_where_the_program_is_not_on_the_path(
         run(str(program), "--help").stdout
     )
     same = run("sh", "-c", command.replace("exo-node start", "exo-node status")).stderr
-    assert same == said.replace(f"EXO_DATA_DIR='{folder}' ", ""), "another data folder"
+    assert same == error.replace(f"EXO_DATA_DIR='{folder}' ", ""), "another data folder"

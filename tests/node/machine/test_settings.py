@@ -363,8 +363,8 @@ def test_variables_of_a_file_are_those_that_are_not_set(
     text = "# keys\n; more\n\nEXO_API_KEY = 'a=b c'\nEXO_PORT=2\nEXO_NAME=\"desk\"\nHTTPS_PROXY=\n"
     _ = file.write_text(f"\ufeff{text}")  # as some editors begin a file
     take_environment_file(file)
-    found = [os.environ[n] for n in ("EXO_API_KEY", "EXO_PORT", "EXO_NAME", "HTTPS_PROXY")]
-    assert found == ["a=b c", "1", "desk", ""]
+    values = [os.environ[n] for n in ("EXO_API_KEY", "EXO_PORT", "EXO_NAME", "HTTPS_PROXY")]
+    assert values == ["a=b c", "1", "desk", ""]
 
 
 @pytest.mark.parametrize(

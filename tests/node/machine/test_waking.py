@@ -43,26 +43,26 @@ async def test_a_long_pause_is_a_sleep(
     monkeypatch: pytest.MonkeyPatch, pauses: dict[int, float], slept: list[float]
 ) -> None:
     monkeypatch.setattr(waking, "_LOOK_EVERY_S", 0)
-    clock, found = Clock(), list[float]()
+    clock, wakings = Clock(), list[float]()
 
     async def woke(seconds: float) -> None:
-        found.append(seconds)
+        wakings.append(seconds)
 
     clock.happens.update(pauses)
     task = asyncio.create_task(WakeWatch(woke, clock).run())
     await until(lambda: clock.looks > 12)
     _ = task.cancel()
-    assert found == slept
+    assert wakings == slept
 
 
 def test_a_clock_that_somebody_sets_is_no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: 0.0)
-    asked = list[int]()
+    questions = list[int]()
 
     def clock_gettime(clock: int) -> float:
-        asked.append(clock)
+        questions.append(clock)
         return 7.0
 
     monkeypatch.setattr(time, "clock_gettime", clock_gettime)
     assert seconds() == 7.0
-    assert asked == [time.CLOCK_BOOTTIME if sys.platform == "linux" else time.CLOCK_MONOTONIC]
+    assert questions == [time.CLOCK_BOOTTIME if sys.platform == "linux" else time.CLOCK_MONOTONIC]

@@ -51,8 +51,8 @@ class _Stages(FakeStages):
 async def test_requests_that_come_together_share_one_load() -> None:
     stages = _Stages()
     placements = leading(stages, FakeFacts())
-    given = await asyncio.gather(*(placements.ensure(DEMO) for _ in range(8)))
-    records = [each.record for each in given]
+    assignments = await asyncio.gather(*(placements.ensure(DEMO) for _ in range(8)))
+    records = [each.record for each in assignments]
     assert {record.id for record in records} == {records[0].id}
     assert stages.loaded == {records[0].id}
 

@@ -221,8 +221,8 @@ def test_who_waits_for_a_model_that_worked_waits_through_loads_that_fail() -> No
         record = await world.leader().place(DEMO, ALONE)
         world.machines[A].fails = [LoadFailed("cannot load")] * 3
         _ = lose(world, record, 0)
-        given = await asyncio.gather(*(world.leader().ensure(DEMO) for _ in range(3)))
-        placed = [each.record for each in given]
+        assignments = await asyncio.gather(*(world.leader().ensure(DEMO) for _ in range(3)))
+        placed = [each.record for each in assignments]
         assert placed[0] is placed[1] is placed[2]
         world.machines[A].fails = [LoadFailed("cannot load")] * 99
         _ = lose(world, placed[0], 0)

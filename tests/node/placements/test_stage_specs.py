@@ -155,8 +155,8 @@ def test_a_machine_decides_whether_it_copies_and_says_why_not(
     variables: dict[str, str], reason: str, tmp_path: Path
 ) -> None:
     settings = load_settings({"data_dir": str(tmp_path)}, variables)
-    asked = pb.StageSpec(prompt_lookup=True, lookup_off_reason="a peer's")
-    spec = on_this_machine(asked, tmp_path, settings)
+    own_spec = pb.StageSpec(prompt_lookup=True, lookup_off_reason="a peer's")
+    spec = on_this_machine(own_spec, tmp_path, settings)
     assert spec.prompt_lookup == (not reason)
     assert (reason in spec.lookup_off_reason) if reason else not spec.lookup_off_reason
 

@@ -38,7 +38,7 @@ async def keep(
     store.release(id)
 
 
-async def kept(store: ResponseStore, ids: list[str], owner: str = "") -> list[str]:
+async def present(store: ResponseStore, ids: list[str], owner: str = "") -> list[str]:
     there = list[str]()
     for id in ids:
         try:
@@ -56,7 +56,7 @@ def test_what_is_in_memory_is_on_no_disk(tmp_path: Path) -> None:
         await store.expire()
         assert len(await store.input_items("r1", "")) == 1
         await store.delete("r1", "")
-        assert await kept(store, ["r0", "r1"]) == ["r0"]
+        assert await present(store, ["r0", "r1"]) == ["r0"]
 
     run(store_in(tmp_path), work)
     assert list(tmp_path.iterdir()) == []
@@ -70,12 +70,12 @@ def test_what_is_in_memory_is_gone_after_an_hour(
     async def work(store: ResponseStore) -> None:
         await keep(store, "r1", stored=False)
         now[0] += 3600
-        assert await kept(store, ["r1"]) == ["r1"]
+        assert await present(store, ["r1"]) == ["r1"]
         now[0] += 1
-        assert await kept(store, ["r1"]) == []
+        assert await present(store, ["r1"]) == []
         await store.expire()
         now[0] -= 2
-        assert await kept(store, ["r1"]) == [], "its text is deleted"
+        assert await present(store, ["r1"]) == [], "its text is deleted"
 
     run(store_in(tmp_path, clock=lambda: now[0]), work)
 
@@ -100,9 +100,9 @@ def test_one_keys_flood_displaces_its_own_responses_alone(
             await keep(store, id, "quiet", size, stored=False)
         for number, (name, bytes) in enumerate(flood):
             await keep(store, f"{name}{number}", "loud", bytes, stored=False)
-            assert await kept(store, own, "quiet") == own
+            assert await present(store, own, "quiet") == own
         loud = [f"{name}{number}" for number, (name, _) in enumerate(flood)]
-        there = await kept(store, loud, "loud")
+        there = await present(store, loud, "loud")
         assert 2 <= len(there) < len(loud) and there == loud[-len(there) :], "its oldest went"
 
     run(store_in(tmp_path, memory=limits), work)
@@ -119,8 +119,8 @@ def test_answers_in_progress_of_one_key_take_no_room_from_another(
                 await begin(store, f"bob{number}", "bob", stored=stored)
         await keep(store, "alice1", "alice", stored=stored)
         await keep(store, "carol0", "carol", stored=stored)
-        assert await kept(store, ["alice0", "alice1"], "alice") == ["alice0", "alice1"]
-        assert await kept(store, ["carol0"], "carol") == ["carol0"]
+        assert await present(store, ["alice0", "alice1"], "alice") == ["alice0", "alice1"]
+        assert await present(store, ["carol0"], "carol") == ["carol0"]
 
     run(store_in(tmp_path, LIMITS, memory=LIMITS), work)
 
@@ -130,10 +130,10 @@ def test_failed_responses_go_before_others_of_their_key(tmp_path: Path) -> None:
         await keep(store, "r0")
         await keep(store, "r1", status="failed")
         ids = ["r0", "r1"]
-        while await kept(store, ids) == ids:
+        while await present(store, ids) == ids:
             ids.append(f"r{len(ids)}")
             await keep(store, ids[-1])
-        assert await kept(store, ids) == ["r0", *ids[2:]]
+        assert await present(store, ids) == ["r0", *ids[2:]]
 
     run(store_in(tmp_path, LIMITS), work)
 
@@ -153,7 +153,7 @@ def test_a_disk_that_fails_does_not_concern_what_is_in_memory(tmp_path: Path) ->
 
     async def work(store: ResponseStore) -> None:
         await keep(store, "r1", stored=False)
-        assert await kept(store, ["r1"]) == ["r1"]
+        assert await present(store, ["r1"]) == ["r1"]
         await store.delete("r1", "")
 
     run(store_in(tmp_path), work)

@@ -75,16 +75,16 @@ def test_a_stop_wakes_what_reads_a_list(way: str, tmp_path: Path, *, is_search: 
 
 async def test_work_that_nothing_stops_is_left_behind() -> None:
     """Such as the lookup of a name, which no signal ends."""
-    never, seen = threading.Event(), list[StopSignal]()
+    never, signals = threading.Event(), list[StopSignal]()
 
     def work(stop: StopSignal) -> None:
-        seen.append(stop)
+        signals.append(stop)
         _ = never.wait()
 
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
             await stoppable(work, "a test's")
     [thread] = [each for each in threading.enumerate() if each.name == "a test's"]
-    assert seen[0].is_set() and thread.daemon
+    assert signals[0].is_set() and thread.daemon
     never.set()
     thread.join()

@@ -64,9 +64,9 @@ def test_a_repository_that_cannot_be_used_says_why_and_hides_no_other(
     hub: FakeHub, files: dict[str, bytes], fault: str
 ) -> None:
     hub.others["owner/other"] = files
-    found = {str(hit.repository): hit.contents for hit in find(HubSearch(hub.url), "owner")}
-    assert found[REPOSITORY].fault == "" and found[REPOSITORY].config
-    assert fault in found["owner/other"].fault and found["owner/other"].config is None
+    hits = {str(hit.repository): hit.contents for hit in find(HubSearch(hub.url), "owner")}
+    assert hits[REPOSITORY].fault == "" and hits[REPOSITORY].config
+    assert fault in hits["owner/other"].fault and hits["owner/other"].config is None
 
 
 def test_a_gated_repository_says_so_and_is_asked_again_next_time(hub: FakeHub) -> None:

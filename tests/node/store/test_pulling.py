@@ -83,11 +83,11 @@ def test_each_place_says_whether_its_models_are_kept(
     snapshot = tmp_path / "hub" / "models--a--b" / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
 
-    def kept(folder: Path | None) -> str:
+    def reason_of(folder: Path | None) -> str:
         return library.kept_reason(KnownModel(packaged_cards()[ModelId(MODEL)], folder))
 
-    assert kept(tmp_path / "mine" / "m") == f"{tmp_path / 'mine' / 'm'} is a folder of yours"
-    assert kept(snapshot) == "another program brought it"
-    assert kept(tmp_path / "data" / "m") == kept(None) == ""
+    assert reason_of(tmp_path / "mine" / "m") == f"{tmp_path / 'mine' / 'm'} is a folder of yours"
+    assert reason_of(snapshot) == "another program brought it"
+    assert reason_of(tmp_path / "data" / "m") == reason_of(None) == ""
     demo = packaged_cards()[ModelId("demo")]
     assert library.kept_reason(KnownModel(demo, None)) == "it is part of exo-node"

@@ -22,13 +22,13 @@ QWEN = {
 }
 
 
-def written(folder: Path, content: object) -> Path:
+def write(folder: Path, content: object) -> Path:
     (folder / "generation_config.json").write_text(json.dumps(content))
     return folder
 
 
 def test_every_value_of_a_usual_file_is_read(tmp_path: Path) -> None:
-    read = read_generation_config(written(tmp_path, QWEN))
+    read = read_generation_config(write(tmp_path, QWEN))
     assert read.sampling == {
         "temperature": 0.7,
         "top_p": 0.8,
@@ -53,7 +53,7 @@ def test_a_value_that_a_parameter_cannot_have_is_left_out_and_named(
     if (name, value) == ("top_k", 11):
         value = 2**40
     before = QWEN | {"min_p": 0.1}
-    read = read_generation_config(written(tmp_path, before | {name: value}))
+    read = read_generation_config(write(tmp_path, before | {name: value}))
     assert read.sampling == {n: before[n] for n in API_DEFAULTS if n != name}
     [note] = read.notes
     assert f"generation_config.json has {name} = " in note
@@ -85,7 +85,7 @@ def test_the_bounds_are_those_of_a_card(name: str) -> None:
 def test_a_publisher_who_does_not_sample_means_greedy(
     tmp_path: Path, do_sample: object, sampling: dict[str, float], notes: int
 ) -> None:
-    read = read_generation_config(written(tmp_path, QWEN | {"do_sample": do_sample}))
+    read = read_generation_config(write(tmp_path, QWEN | {"do_sample": do_sample}))
     assert (read.sampling, len(read.notes)) == (sampling, notes)
 
 
@@ -112,7 +112,7 @@ ENDS: list[tuple[object, tuple[int, ...], bool]] = [
 def test_the_end_tokens_are_the_ids_that_are_found(
     tmp_path: Path, value: object, ends: tuple[int, ...], noted: bool
 ) -> None:
-    read = read_generation_config(written(tmp_path, {"eos_token_id": value, "top_k": 3}))
+    read = read_generation_config(write(tmp_path, {"eos_token_id": value, "top_k": 3}))
     assert (read.ends, read.sampling) == (ends, {"top_k": 3})
     assert bool(read.notes) == noted
     assert all("eos_token_id" in note and len(note) < 300 for note in read.notes)

@@ -83,17 +83,17 @@ def small_end(monkeypatch: pytest.MonkeyPatch) -> int:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stages", [1, 2])
 def test_all_kinds_of_caches_whole_and_split(kind: str, stages: int, small_end: int) -> None:
-    def made() -> TextEngine:
+    def new_engine() -> TextEngine:
         return of_class(kind, ROOM) if stages == 1 else two_stages(kind, ROOM).engine
 
-    warm, draw = made(), random.Random(3)
+    warm, draw = new_engine(), random.Random(3)
     question, more = ([draw.randrange(6, VOCABULARY) for _ in range(n)] for n in (104, 9))
     bias = Sampling(logit_bias=((small_end, 100.0),))
     assert answer(warm, request(question, 0, 1, sampling=bias)).ids == (small_end,)
     idle(warm)
     following = [*question, small_end, *more]
     expected, got = (
-        answer(each, request(following, 0, 6, top_logprobs=0)) for each in (made(), warm)
+        answer(each, request(following, 0, 6, top_logprobs=0)) for each in (new_engine(), warm)
     )
     assert probabilities(got) == probabilities(expected)
     assert (expected.stats.cached_tokens, got.stats.cached_tokens) == (0, 105)
@@ -176,18 +176,18 @@ SCHEDULE = Schedule(512, frozenset({END}))
 
 def talk(reads: AnswerReads, prompt: list[int]) -> list[int]:
     """Asks and answers; returns the conversation."""
-    asked = request(prompt)
-    reads.begin(asked)
-    reads.add(asked, [*words(30, len(prompt)), END])
+    parameters = request(prompt)
+    reads.begin(parameters)
+    reads.add(parameters, [*words(30, len(prompt)), END])
     return [*prompt, *words(30, len(prompt)), END]
 
 
 def test_answers_that_no_prompt_continues_are_read_no_more_until_one_does() -> None:
-    reads, taken = AnswerReads(SCHEDULE, 4096), list[bool]()
+    reads, takes = AnswerReads(SCHEDULE, 4096), list[bool]()
     for number in range(RECENT + MAX_UNUSED + 2):
         _ = talk(reads, words(50, 100 + number))
-        taken.append(reads.take() is not None)
-    assert taken == [True] * (RECENT + MAX_UNUSED - 1) + [False] * 3
+        takes.append(reads.take() is not None)
+    assert takes == [True] * (RECENT + MAX_UNUSED - 1) + [False] * 3
     history = talk(reads, words(50, 900))
     assert reads.take() is None
     _ = talk(reads, [*history, *words(20, 901)])
@@ -200,8 +200,8 @@ def test_what_waits_is_bounded_and_the_newest_is_read_first() -> None:
         _ = talk(reads, words(50 + number, number))
     lengths = list[int]()
     reads._unused = 0  # pyright: ignore[reportPrivateUsage]
-    while (taken := reads.take()) is not None:
-        lengths.append(taken[1])
+    while (reading := reads.take()) is not None:
+        lengths.append(reading[1])
     assert lengths == sorted(lengths, reverse=True) and len(lengths) == RECENT
 
 

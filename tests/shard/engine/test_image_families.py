@@ -174,13 +174,13 @@ def test_a_second_turn_begins_after_the_first(folder: Path, k: int, split: bool)
     engine = picture_engine(folder, **fields)
     if split:
         engine = picture_pipeline((0, 2, 4), folder, **fields).engine
-    asked = picture_request(second, k, folder)
+    query = picture_request(second, k, folder)
     require_right(answer(engine, picture_request(first, k, folder)), first)
-    got = [answer(engine, replace(asked, name=f"{number}")) for number in range(2)]
+    got = [answer(engine, replace(query, name=f"{number}")) for number in range(2)]
     for each in got:
         require_right(each, second)
     cached = [each.stats.cached_tokens for each in got]
-    ends = prefill_ends(asked.prompt, 32, whole_images=folder == GEMMA)
+    ends = prefill_ends(query.prompt, 32, whole_images=folder == GEMMA)
     assert cached[1] == ends[-2] and {each.stats.cached_tier for each in got} == {"memory"}
     assert folder != DENSE or cached == [32, 128]
 
@@ -195,9 +195,9 @@ def test_prefixes_on_disk_outlive_the_engine(
     it = case(number, folder)
 
     def engine() -> TextEngine:
-        made = PrefixDisk(tmp_path, "k", 1 << 30, loaded(folder).model.make_caches)
+        disk = PrefixDisk(tmp_path, "k", 1 << 30, loaded(folder).model.make_caches)
         fields = {"prefix_cache_bytes": ROOM, "prefill_chunk": chunk}
-        return picture_engine(folder, prefix_disk=made, **fields)
+        return picture_engine(folder, prefix_disk=disk, **fields)
 
     first = engine()
     require_right(answer(first, picture_request(it, k, folder)), it)
@@ -245,9 +245,9 @@ def test_copied_drafts_change_no_answer(folder: Path, number: int) -> None:
     require_right(got, it)
     assert rolls_back or got.stats.lookup_reason
     if number == 2:  # a longer answer repeats itself
-        asked = picture_request(it, folder=folder, max_tokens=80, prompt_lookup=True, name="long")
-        got = answer(engine, asked)
-        assert got.ids == answer(picture_engine(folder), changed(asked, prompt_lookup=False)).ids
+        query = picture_request(it, folder=folder, max_tokens=80, prompt_lookup=True, name="long")
+        got = answer(engine, query)
+        assert got.ids == answer(picture_engine(folder), changed(query, prompt_lookup=False)).ids
         assert bool(got.stats.lookup_accepted_tokens) == rolls_back
 
 

@@ -93,11 +93,11 @@ def test_several_prompts_with_images_are_read_one_by_one() -> None:
 def test_an_image_may_follow_a_cached_prefix_of_text() -> None:
     """The head has not read the prefix's last row, whose next token is now a row of an image."""
     it = case(0)
-    asked = picture_request(it, 3)
-    begin = next(row for row, token in enumerate(asked.prompt) if token < 0)
+    parameters = picture_request(it, 3)
+    begin = next(row for row, token in enumerate(parameters.prompt) if token < 0)
     engine = picture_engine(prefix_cache_bytes=64 << 20, prefill_chunk=begin)
-    _ = answer(engine, request([*asked.prompt[:begin], 5, 6, 7], 3, 4))
-    got = answer(engine, asked)
+    _ = answer(engine, request([*parameters.prompt[:begin], 5, 6, 7], 3, 4))
+    got = answer(engine, parameters)
     require_right(got, it)
     assert got.stats.cached_tokens == begin
 
@@ -111,11 +111,11 @@ def test_a_tower_is_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     family: Any = Qwen35Family(cast("Any", model.model))
     target = FamilyTarget(family, model.rope_positions)
     for number in (0, 1):
-        asked = picture_request(case(number))
-        it = bare_request(asked.prompt, 1)
-        it.images = PromptImages(asked.prompt, asked.images, tower, family.embed)
+        parameters = picture_request(case(number))
+        it = bare_request(parameters.prompt, 1)
+        it.images = PromptImages(parameters.prompt, parameters.images, tower, family.embed)
         states = {it: State(model.make_caches())}
-        forward = PrefillForward(target, states, [len(asked.prompt)], time.monotonic)
+        forward = PrefillForward(target, states, [len(parameters.prompt)], time.monotonic)
         parts[number] = 1
         while not forward.advance():
             parts[number] += 1

@@ -104,11 +104,9 @@ def kernel_engine(*, runs_ahead: bool = False, **changes: Any) -> TextEngine:
 def assert_plain(readers: Sequence[Reader]) -> None:
     """A cancelled answer is compared as far as it got."""
     for reader in readers:
-        wanted = plain(reader.request).ids
+        alone = plain(reader.request).ids
         assert reader.fault is None
-        assert (
-            tuple(reader.ids) == wanted[: len(wanted) if reader.ends is None else len(reader.ids)]
-        )
+        assert tuple(reader.ids) == alone[: len(alone) if reader.ends is None else len(reader.ids)]
 
 
 def shared_copies(reader: Reader) -> int:
@@ -118,15 +116,15 @@ def shared_copies(reader: Reader) -> int:
 @pytest.fixture
 def landed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[IssuedRound, list[StepOutcome]]]:
     """Each round with its outcomes, as it was read."""
-    kept, land = list[tuple[IssuedRound, list[StepOutcome]]](), Batch.land
+    rounds, land = list[tuple[IssuedRound, list[StepOutcome]]](), Batch.land
 
     def watched(self: Batch, flight: IssuedRound, running: int) -> list[StepOutcome]:
         outcomes = land(self, flight, running)
-        kept.append((flight, outcomes))
+        rounds.append((flight, outcomes))
         return outcomes
 
     monkeypatch.setattr(Batch, "land", watched)
-    return kept
+    return rounds
 
 
 @both_ways
@@ -166,13 +164,13 @@ def test_members_join_and_leave_in_the_middle(seed: int) -> None:
             "max_tokens": draw.randrange(2, TOKENS),
         }
         options["sampling"] = draw.choice([GREEDY, COOL, HOT, PENALISED])
-        made = (
+        request_ = (
             repeating(number % 4, k, places=draw.sample(range(TOKENS), 2), **options)
             if draw.random() < 0.7
             else prose(number, k, **options)
         )
         ends = begins + draw.randrange(10, 60) if draw.random() < 0.3 else None
-        readers.append(Reader(made, begins, ends))
+        readers.append(Reader(request_, begins, ends))
     served = copying(draw.choice([3, 7]), runs_ahead=draw.random() < 0.5)
     together(served, readers)
     assert_plain(readers)
@@ -183,8 +181,8 @@ def test_members_join_and_leave_in_the_middle(seed: int) -> None:
 def test_after_prefixes(numbers: list[int]) -> None:
     """The whole prompt is indexed, its cached rows too."""
     served = copying(prefix_cache_bytes=1 << 26)
-    made = [repeating(number, 1) for number in numbers]
-    long = [changed(r, prompt=[*prompt(9, 300), *r.prompt]) for r in made]
+    requests = [repeating(number, 1) for number in numbers]
+    long = [changed(r, prompt=[*prompt(9, 300), *r.prompt]) for r in requests]
     copies = 0
     for attempt in range(2):
         readers = [Reader(changed(r, name=f"{attempt}-{i}")) for i, r in enumerate(long)]
@@ -271,22 +269,22 @@ def test_without_a_head_plain_rounds_run_ahead_until_an_index_matches(
     monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
     never_resumes(monkeypatch)
-    seen, issue = set[str](), Batch.issue
+    forms, issue = set[str](), Batch.issue
 
     def watched(self: Batch, running: int) -> IssuedRound | None:
         behind, flight = self.in_flight, issue(self, running)
         if len(self.requests) == 2:
             if flight is not None and any(flight.plan.copies):
-                seen.add("copies ahead" if behind else "copies")
+                forms.add("copies ahead" if behind else "copies")
             elif behind:
-                seen.add("plain ahead" if flight is not None else "waits")
+                forms.add("plain ahead" if flight is not None else "waits")
         return flight
 
     monkeypatch.setattr(Batch, "issue", watched)
     readers = [Reader(repeating(number, 0, places=(6, 18))) for number in (1, 2)]
     together(copying(runs_ahead=ahead), readers)
     assert_plain(readers)
-    assert seen == ({"copies", "plain ahead", "waits"} if ahead else {"copies"})
+    assert forms == ({"copies", "plain ahead", "waits"} if ahead else {"copies"})
 
 
 @both_ways

@@ -23,13 +23,13 @@ FREE = replace(GREEDY, temperature=0.9)
 PROMPT = [*prompt(1), *prompt(1)]
 
 
-def asked(k: int = 0, sampling: Sampling = GREEDY, **changes: object) -> Parameters:
+def parameters(k: int = 0, sampling: Sampling = GREEDY, **changes: object) -> Parameters:
     return request(PROMPT, k, MOST, **({"sampling": sampling} | changes))
 
 
 @functools.cache
 def plain(sampling: Sampling) -> Answer:
-    return alone(asked(sampling=sampling))
+    return alone(parameters(sampling=sampling))
 
 
 def assert_right(got: Answer, before: tuple[int, ...] = (), sampling: Sampling = GREEDY) -> None:
@@ -41,7 +41,7 @@ def assert_right(got: Answer, before: tuple[int, ...] = (), sampling: Sampling =
 
 
 def test_without_it_the_answer_ends_at_once() -> None:
-    got = alone(asked(sampling=replace(GREEDY, min_tokens=0)))
+    got = alone(parameters(sampling=replace(GREEDY, min_tokens=0)))
     assert got.ids == (END,)
 
 
@@ -49,7 +49,7 @@ def test_without_it_the_answer_ends_at_once() -> None:
 @pytest.mark.parametrize("k", range(4))
 @pytest.mark.parametrize("sampling", [SEEDED, FREE], ids=["seeded", "free"])
 def test_any_number_of_drafts_gives_the_same_ids(sampling: Sampling, k: int) -> None:
-    assert_right(alone(asked(k, sampling)), sampling=sampling)
+    assert_right(alone(parameters(k, sampling)), sampling=sampling)
 
 
 @pytest.mark.parametrize("k", [0, 2])
@@ -80,16 +80,16 @@ def test_each_answer_of_a_batch_has_its_own_least() -> None:
 
 @pytest.mark.parametrize("k", [0, 3])
 def test_a_resumed_answer_counts_what_came_before(k: int) -> None:
-    first = alone(asked(k, SEEDED))
+    first = alone(parameters(k, SEEDED))
     for cut in (1, len(first.rounds) // 2, len(first.rounds) - 1):
         log = first.rounds[:cut]
-        got = answer(engine(), asked(k, SEEDED, attempt=2, replay=log))
+        got = answer(engine(), parameters(k, SEEDED, attempt=2, replay=log))
         assert_right(got, tuple(t for r in log for t in r.tokens), SEEDED)
 
 
 @pytest.mark.parametrize("k", [0, 2])
 def test_up_to_the_last_token_no_end_comes(k: int) -> None:
-    got = alone(asked(k, replace(GREEDY, min_tokens=2**32 - 1)))
+    got = alone(parameters(k, replace(GREEDY, min_tokens=2**32 - 1)))
     assert len(got.ids) == MOST and END not in got.ids
     assert got.end.reason == "length"
 
@@ -98,7 +98,7 @@ def test_up_to_the_last_token_no_end_comes(k: int) -> None:
 def test_a_stop_string_ends_an_answer_before_its_least(k: int) -> None:
     text = plain(GREEDY).text
     stop = next(part for at in range(4, 20) if text.find(part := text[at : at + 6]) == at)
-    got = alone(asked(k, stop=(stop,)))
+    got = alone(parameters(k, stop=(stop,)))
     assert got.end.reason == "stop" and len(got.ids) < LEAST
 
 
@@ -109,7 +109,7 @@ def test_under_a_grammar_ends_wait_while_anything_else_may_follow(
 ) -> None:
     grammars = engine().codec.grammars
     spec = GrammarSpec("regex", pattern, "regex")
-    got = alone(asked(k, grammar=grammars.compile(spec, Gate())))
+    got = alone(parameters(k, grammar=grammars.compile(spec, Gate())))
     assert got.end.reason == "stop"
     if count:
         assert len(got.ids) == count + 1
@@ -119,4 +119,4 @@ def test_under_a_grammar_ends_wait_while_anything_else_may_follow(
 
 def test_no_loop_guard_ends_it() -> None:
     sampling = replace(GREEDY, min_tokens=2**32 - 1)
-    assert asked(sampling=sampling, loop_limits=EARLY).loop_guard() is None
+    assert parameters(sampling=sampling, loop_limits=EARLY).loop_guard() is None

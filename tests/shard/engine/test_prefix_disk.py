@@ -241,7 +241,7 @@ def first_turn(folder: Path) -> Path:
     return path
 
 
-def found(folder: Path) -> State | None:
+def stored_state(folder: Path) -> State | None:
     return opened(folder).find(PromptPath(FIRST, ENDS, drafts=True), 0)
 
 
@@ -250,14 +250,14 @@ def found(folder: Path) -> State | None:
 def test_a_file_that_changed_is_deleted(
     spoil: Callable[[bytes], bytes], copied: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert found(copied) is not None
+    assert stored_state(copied) is not None
     path = first_turn(copied)
     before = path.read_bytes()
     after = spoil(before)
     assert after != before
     _ = path.write_bytes(after)
     with caplog.at_level(logging.WARNING):
-        assert found(copied) is None
+        assert stored_state(copied) is None
     assert "is deleted" in caplog.text and not path.exists()
 
 
@@ -274,7 +274,7 @@ def test_a_byte_that_changed_anywhere_changes_no_state(
 ) -> None:
     path = first_turn(copied)
     data = path.read_bytes()
-    intact = found(copied)
+    intact = stored_state(copied)
     assert intact is not None
     expected, draw, refused = _bits(intact), random.Random(29), 0
     header = int.from_bytes(data[:8], "little")
@@ -285,7 +285,7 @@ def test_a_byte_that_changed_anywhere_changes_no_state(
         spoilt[at] ^= draw.randrange(1, 256)
         _ = path.write_bytes(spoilt)
         with caplog.at_level(logging.CRITICAL):
-            prefix = found(copied)
+            prefix = stored_state(copied)
         assert prefix is None or _bits(prefix) == expected, at
         refused += prefix is None
     assert refused > 0
@@ -308,7 +308,7 @@ def test_a_file_of_another_model_is_not_used(copied: Path) -> None:
     paths = [disk._folder for disk in (theirs, mine)]  # pyright: ignore[reportPrivateUsage]
     name = first_turn_of(copied, FIRST).name
     _ = shutil.copyfile(paths[0] / name, paths[1] / name)
-    assert found(copied) is None
+    assert stored_state(copied) is None
 
 
 def first_turn_of(folder: Path, prompt: list[int]) -> Path:
@@ -332,7 +332,7 @@ def test_what_is_no_file_is_not_read_and_stops_no_reader(kind: str, copied: Path
             path.symlink_to(elsewhere)
         case _:
             path.mkdir()
-    assert found(copied) is None
+    assert stored_state(copied) is None
     assert kind == "folder" or not os.path.lexists(path)
     assert elsewhere.exists()
 
@@ -345,7 +345,7 @@ def test_an_error_that_content_may_cause_while_a_file_is_read_fails_no_answer(
         raise kind
 
     monkeypatch.setattr(prefix_encoding, "joined", fail)
-    assert found(copied) is None
+    assert stored_state(copied) is None
     assert not [path for path in files(copied) if _description(path)["rows"] == 300]
 
 
@@ -357,7 +357,7 @@ def test_an_error_of_the_code_while_a_file_is_read_is_not_taken_for_its_content(
 
     monkeypatch.setattr(prefix_encoding, "joined", fail)
     with pytest.raises(AssertionError, match="a fault of the code"):
-        _ = found(copied)
+        _ = stored_state(copied)
 
 
 def test_without_its_parent_a_file_is_not_used(copied: Path) -> None:
@@ -383,7 +383,7 @@ def test_files_of_other_formats_are_deleted(copied: Path) -> None:
         folder.mkdir()
         _ = (folder / f"{'a' * 40}-mtp.safetensors").write_bytes(b"old")
     _ = (foreign / "model.safetensors").write_bytes(b"mine")
-    assert found(copied) is not None
+    assert stored_state(copied) is not None
     assert not old.exists() and [each.name for each in foreign.iterdir()] == ["model.safetensors"]
 
 

@@ -222,8 +222,8 @@ def test_the_arrays_of_a_cache_come_back_bit_for_bit(
     assert prefix is not None and prefix.rows == 300
     assert [type(cache) for cache in prefix.caches] == [type(cache) for cache in caches]
     # A window comes back without the rows that nothing reads any more.
-    kept = [c.trimmed() if isinstance(c, WindowCache) else c for c in caches]
-    pairs = list(zip(cache_arrays(prefix.caches), cache_arrays(kept), strict=True))
+    trimmed = [c.trimmed() if isinstance(c, WindowCache) else c for c in caches]
+    pairs = list(zip(cache_arrays(prefix.caches), cache_arrays(trimmed), strict=True))
     assert len(pairs) >= len(caches)
     assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs)
     rest = mx.array([ids[300:]])

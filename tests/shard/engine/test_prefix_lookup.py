@@ -115,9 +115,9 @@ def test_look_ups_beside_any_change_of_the_tree_are_right_and_raise_nothing() ->
         thread.start()
         while thread.is_alive():
             for prompt in prompts:
-                found = lookup.find(prompt, drafts=hits % 2 == 0)
-                assert found == CachedRows() or (found.rows in ends and found.tier == "memory")
-                hits += found.rows > 0
+                hit = lookup.find(prompt, drafts=hits % 2 == 0)
+                assert hit == CachedRows() or (hit.rows in ends and hit.tier == "memory")
+                hits += hit.rows > 0
         thread.join()
     assert (faults, changes[0]) == ([], 400)
     assert hits > 10

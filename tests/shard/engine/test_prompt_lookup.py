@@ -33,7 +33,7 @@ def copying(length: int = 7, **changes: Any) -> TextEngine:
     return served
 
 
-def asked(
+def parameters(
     k: int = 0, *, repeats: Sequence[int] = (), lookup: bool = True, **changes: Any
 ) -> Parameters:
     """`repeats`: an answer that the prompt holds, and one changed id in it, before it is asked for
@@ -52,10 +52,10 @@ def copied(result: Answer) -> int:
 @pytest.mark.parametrize("k", [0, 2])
 @pytest.mark.parametrize("sampling", [GREEDY, COOL, PENALISED], ids=["greedy", "seeded", "pen"])
 def test_answers_are_those_without_it(sampling: Sampling, k: int) -> None:
-    body = answer(engine(), asked(sampling=sampling, lookup=False)).ids
-    plain = answer(engine(), asked(sampling=sampling, repeats=body, lookup=False))
+    body = answer(engine(), parameters(sampling=sampling, lookup=False)).ids
+    plain = answer(engine(), parameters(sampling=sampling, repeats=body, lookup=False))
     for length in (3, 7):
-        result = answer(copying(length), asked(k, sampling=sampling, repeats=body))
+        result = answer(copying(length), parameters(k, sampling=sampling, repeats=body))
         assert result.ids == plain.ids
         assert result.stats.lookup_proposed_tokens > copied(result)
         assert copied(result) > 0 or sampling is COOL
@@ -64,8 +64,8 @@ def test_answers_are_those_without_it(sampling: Sampling, k: int) -> None:
 def test_without_a_head_copies_are_the_only_drafts() -> None:
     headless = small_engine(native_mtp=False)
     force(headless.lookup, FixedLength(7))
-    plain = answer(headless, asked(lookup=False))
-    result = answer(headless, asked(repeats=plain.ids))
+    plain = answer(headless, parameters(lookup=False))
+    result = answer(headless, parameters(repeats=plain.ids))
     assert copied(result) > 0
     assert (result.stats.drafter_kind, result.stats.draft_policy) == ("prompt_lookup", "adaptive")
     assert (plain.stats.drafter_kind, plain.stats.draft_policy) == ("none", "none")
@@ -75,11 +75,11 @@ def test_without_a_head_copies_are_the_only_drafts() -> None:
 
 @pytest.mark.parametrize("k", [0, 2])
 def test_a_resumed_answer_is_the_same_and_counts_all_its_copies(k: int) -> None:
-    plain = answer(engine(), asked(lookup=False))
-    whole = answer(copying(), asked(k, repeats=plain.ids))
+    plain = answer(engine(), parameters(lookup=False))
+    whole = answer(copying(), parameters(k, repeats=plain.ids))
     for cut in (1, len(whole.rounds) // 2):
         log = whole.rounds[:cut]
-        again = replace(asked(k, repeats=plain.ids), attempt=2, replay=log)
+        again = replace(parameters(k, repeats=plain.ids), attempt=2, replay=log)
         rest = answer(copying(), again)
         assert tuple(t for r in log for t in r.tokens) + rest.ids == whole.ids
         logged = sum(r.is_copied for r in log)
@@ -100,7 +100,7 @@ def test_lengths_are_measured_once(tmp_path: Path) -> None:
     again = DraftProfile.open(str(tmp_path), PROFILE, Clock())
     second = small_engine(prompt_lookup=True, context_length=512)
     second.lookup.probe(second.measurements.subject, again)
-    lookup = second.lookup.lookup(asked())
+    lookup = second.lookup.lookup(parameters())
     assert lookup is not None and lookup.policy.longest == 3
 
 
@@ -108,8 +108,8 @@ def test_rows_that_change_numbers_turn_it_off_with_the_reason() -> None:
     served = small_engine(prompt_lookup=True, context_length=512)
     assert perturb(served._stage.model, by_rows) > 0
     served.lookup.probe(served.measurements.subject, served.measurements.profile)
-    assert "does not compute what single steps do" in served.lookup.reason(asked())
-    result = answer(served, asked())
+    assert "does not compute what single steps do" in served.lookup.reason(parameters())
+    result = answer(served, parameters())
     assert result.stats.lookup_rounds == 0
     assert result.stats.lookup_reason == served.lookup.off_reason
 
@@ -124,5 +124,5 @@ def test_rows_that_change_numbers_turn_it_off_with_the_reason() -> None:
 )
 def test_where_it_is_off_the_reason_is_told(changes: dict[str, Any], reason: str) -> None:
     served = engine(**changes)
-    assert reason in served.lookup.reason(asked())
-    assert served.lookup.lookup(asked()) is None
+    assert reason in served.lookup.reason(parameters())
+    assert served.lookup.lookup(parameters()) is None

@@ -50,7 +50,7 @@ def runner(rows: int = 0, *, at_times: bool = False) -> TextEngine:
     return text_engine
 
 
-def asked(prompt: Sequence[int], **changes: Any) -> Parameters:
+def parameters(prompt: Sequence[int], **changes: Any) -> Parameters:
     return request(prompt, 2, TOKENS, ignore_eos=True, top_logprobs=0, **changes)
 
 
@@ -59,15 +59,15 @@ def asked(prompt: Sequence[int], **changes: Any) -> Parameters:
 def test_it_drafts_as_before_in_strict_mode_and_at_times(
     rows: int, share: float, *, at_times: bool
 ) -> None:
-    expected = answer(runner(rows, at_times=at_times), asked(PROMPT)).rounds
+    expected = answer(runner(rows, at_times=at_times), parameters(PROMPT)).rounds
     cut = 1 + int(share * len(expected))
-    again = asked(PROMPT, attempt=2, replay=expected[:cut])
+    again = parameters(PROMPT, attempt=2, replay=expected[:cut])
     assert answer(runner(rows, at_times=at_times), again).rounds == expected[cut:]
 
 
 def test_a_prompt_that_begins_like_a_kept_one_is_read_behind_that() -> None:
-    expected, warm = answer(runner(), asked(LONG)).rounds, runner()
-    _ = answer(warm, asked([*LONG[:320], 5, 6]))
-    rest = answer(warm, asked(LONG, attempt=2, replay=expected[:9]))
+    expected, warm = answer(runner(), parameters(LONG)).rounds, runner()
+    _ = answer(warm, parameters([*LONG[:320], 5, 6]))
+    rest = answer(warm, parameters(LONG, attempt=2, replay=expected[:9]))
     assert rest.rounds == expected[9:]
     assert rest.stats.cached_tokens > 0

@@ -103,7 +103,7 @@ def test_an_answer_that_drafted_counts_by_what_its_rounds_let_expect() -> None:
 def test_of_real_answers_only_those_that_were_alone_and_did_not_draft_show_steps() -> None:
     served = engine(runs_ahead=False)
 
-    def told(*readers: Reader) -> int:
+    def reports(*readers: Reader) -> int:
         before = served.step_times.answers
         driven(served, readers)
         return served.step_times.answers - before
@@ -111,11 +111,11 @@ def test_of_real_answers_only_those_that_were_alone_and_did_not_draft_show_steps
     def reader(number: int, k: int = 0, begins: int = 0) -> Reader:
         return Reader(request(prompt(number, 5), k, 3 * ENOUGH), begins, None, range(0))
 
-    assert told(reader(1)) == 1
+    assert reports(reader(1)) == 1
     assert 0 < served.step_times.seconds < 60
-    assert told(reader(2), reader(3)) == 0, "their forwards were shared"
-    assert told(reader(4, k=2)) == 0
-    assert told(reader(5)) == 1
+    assert reports(reader(2), reader(3)) == 0, "their forwards were shared"
+    assert reports(reader(4, k=2)) == 0
+    assert reports(reader(5)) == 1
 
 
 def test_each_stage_of_a_split_model_shows_its_own_steps() -> None:

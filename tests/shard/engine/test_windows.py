@@ -75,7 +75,7 @@ def copying(kind: str, **changes: Any) -> TextEngine:
     return served
 
 
-def asked(repeats: Sequence[int], seed: int, *, lookup: bool) -> Parameters:
+def query(repeats: Sequence[int], seed: int, *, lookup: bool) -> Parameters:
     """The prompt holds the answer with a changed id in it, and its own beginning again."""
     start = ids(150, seed)
     body = [*repeats[: TOKENS // 2], 5, *repeats[TOKENS // 2 + 1 :]]
@@ -85,8 +85,8 @@ def asked(repeats: Sequence[int], seed: int, *, lookup: bool) -> Parameters:
 
 def repeated(served: TextEngine, seed: int) -> tuple[Parameters, Sequence[int]]:
     """A request whose answer repeats much of its prompt, and that answer without copies."""
-    body = answer(served, asked([7] * TOKENS, seed, lookup=False)).ids
-    return asked(body, seed, lookup=True), answer(served, asked(body, seed, lookup=False)).ids
+    body = answer(served, query([7] * TOKENS, seed, lookup=False)).ids
+    return query(body, seed, lookup=True), answer(served, query(body, seed, lookup=False)).ids
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -69,7 +69,7 @@ def test_other_names_of_a_towers_tensors_are_known(tmp_path: Path, prefix: str) 
 def test_names_of_several_versions_are_known(
     tmp_path: Path, folder: Path, outer: str, inner: str
 ) -> None:
-    made, tensors = Path(shutil.copytree(folder, tmp_path / "model")), dict[str, mx.array]()
+    copy, tensors = Path(shutil.copytree(folder, tmp_path / "model")), dict[str, mx.array]()
     stored = cast("dict[str, mx.array]", mx.load(str(folder / "model.safetensors")))
     for name, value in stored.items():
         if name.startswith("vision_tower."):
@@ -80,8 +80,8 @@ def test_names_of_several_versions_are_known(
         elif name.startswith("multi_modal_projector."):
             name = outer + name
         tensors[name] = value
-    mx.save_safetensors(str(made / "model.safetensors"), tensors, {"format": "pt"})
-    checkpoint = read_checkpoint(made)
+    mx.save_safetensors(str(copy / "model.safetensors"), tensors, {"format": "pt"})
+    checkpoint = read_checkpoint(copy)
     tower, state = load_tower(checkpoint, vision_of(checkpoint.config), mx.float32, 4)
     same = loaded(folder).tower
     assert state == "read" and tower is not None and same is not None

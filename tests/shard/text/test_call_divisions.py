@@ -80,8 +80,8 @@ def assert_same(
     again = deliver(call_format, divided(text, sizes), TOOLS, in_parts=False, stopped=stopped)
     assert (again.calls, again.content) == (whole.calls, whole.content), "no division changes it"
     assert not whole.open
-    left = iter(whole.values)
-    assert all(any(call == each for each in left) for call in parts.values), "in their order"
+    rest = iter(whole.values)
+    assert all(any(call == each for each in rest) for call in parts.values), "in their order"
     assert len(parts.calls) + len(parts.open) >= len(whole.calls)
     if not parts.open:
         assert (parts.values, parts.content) == (whole.values, whole.content)

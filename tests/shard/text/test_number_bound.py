@@ -56,7 +56,7 @@ def allowed(grammar: TokenGrammar) -> set[int]:
     return {token for token in TEXTS if bits[token : token + 1] == "1"}
 
 
-def written(grammar: TokenGrammar, taste: Taste, seed: int = 0) -> str | None:
+def generate(grammar: TokenGrammar, taste: Taste, seed: int = 0) -> str | None:
     """The document of a model that ends only where it must; None: it does not end."""
     draw, text = random.Random(seed), ""
     for _ in range(MOST):
@@ -100,7 +100,7 @@ def test_a_document_of_numbers_ends(schema: Any, taste: Taste) -> None:
         | {"additionalProperties": False},
         {"type": "array", "items": schema, "maxItems": 2},
     ):
-        text = written(compiled(whole), taste)
+        text = generate(compiled(whole), taste)
         assert text is not None, f"{whole} has no end"
         _ = json.loads(text)
 
@@ -108,7 +108,7 @@ def test_a_document_of_numbers_ends(schema: Any, taste: Taste) -> None:
 @pytest.mark.parametrize("taste", [digits, decimals, exponents, signs])
 def test_numbers_have_at_most_the_digits_that_are_documented(taste: Taste) -> None:
     for schema in ({"type": "number"}, {}):
-        text = written(compiled(schema), taste)
+        text = generate(compiled(schema), taste)
         assert text is not None
         number = re.fullmatch(r"-?([0-9]+)(?:\.([0-9]+))?(?:[eE][+-]?([0-9]+))?", text)
         assert number is not None, text
@@ -176,4 +176,4 @@ def test_drafts_see_the_bound_as_single_tokens_do() -> None:
 
 def test_a_clients_own_grammar_is_not_bounded() -> None:
     grammar = CODEC.grammars.compile(GrammarSpec("regex", "[0-9]+(,[0-9]+)*", "regex"), Gate())
-    assert written(grammar, digits) is None
+    assert generate(grammar, digits) is None

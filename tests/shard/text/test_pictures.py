@@ -15,10 +15,10 @@ from image_files import (
     grey,
     half_white,
     many_scans,
+    rotated,
     rough,
     saved,
     scene,
-    shown,
 )
 from pictures import DENSE, GEMMA, MISTRAL
 from PIL import Image
@@ -53,9 +53,9 @@ def test_the_same_picture_has_the_same_rows(processor: PictureProcessor, name: s
 
 def test_other_pictures_have_other_rows(processor: PictureProcessor) -> None:
     """Or the test above would say nothing."""
-    shapes = {shown(n, saved(scene())).tobytes(): None for n in DISPLAYED}
+    shapes = {rotated(n, saved(scene())).tobytes(): None for n in DISPLAYED}
     assert len(shapes) == len(DISPLAYED)
-    others = [scene(), half_white(), grey(), grey("1"), shown(2, saved(scene()))]
+    others = [scene(), half_white(), grey(), grey("1"), rotated(2, saved(scene()))]
     assert len({processor.prepare(saved(each)).digest for each in others}) == len(others)
 
 
@@ -74,8 +74,8 @@ def test_rows_are_what_the_processor_makes_of_all_pixels(
     own: Any = processor._cutter.processor  # pyright: ignore[reportPrivateUsage]
     patches = own(image, do_rescale=False, do_normalize=False, return_tensors="np")["pixel_values"]
     for mode in ("RGB", "RGBA"):
-        made = processor.prepare(saved(image.convert(mode), compress_level=1))
-        assert made.pixels == patches.round().astype("uint8").tobytes()
+        prepared = processor.prepare(saved(image.convert(mode), compress_level=1))
+        assert prepared.pixels == patches.round().astype("uint8").tobytes()
 
 
 def test_large_pictures_are_scaled_down(processor: PictureProcessor) -> None:
@@ -217,11 +217,11 @@ def test_contents_with_images_are_joined_as_parts() -> None:
         between,
         {"type": "text", "text": "b"},
     ]
-    asked: list[Any] = [
+    turns: list[Any] = [
         {"role": "user", "content": [IMAGE_PART]},
         {"role": "system", "content": "Be brief."},
     ]
-    (folded,) = fold_system_messages(asked)
+    (folded,) = fold_system_messages(turns)
     assert folded["content"][0] == IMAGE_PART and folded["content"][-1]["text"] == "Be brief."
     results: list[Any] = [
         {"role": "tool", "content": "it"},
