@@ -2,7 +2,7 @@
 
     python bench/depth.py [--repeats 9] [--tokens 192] [--profiles 0.9/0.8/0.7,head]
 
-A profile is the share of drafts that is accepted at each position behind accepted ones. It is
+A profile is the share of drafts that is accepted at each position after accepted ones. It is
 forced: the head drafts as usual, so that a round costs what it costs, and then the tokens of its
 drafts are exchanged for the plain answer's or for others. `head` forces nothing. Adaptive drafting
 begins with one draft and may reach three, as a head that is found without a card does; its
@@ -97,7 +97,7 @@ class Bench:
         self._profile.costs = RoundCosts(self._probed)
 
     def run(self, prompt: int, arm: str) -> tuple[int, float, GenerationStats]:
-        """Tokens behind the first, their seconds and the stats of one answer."""
+        """Tokens after the first, their seconds and the stats of one answer."""
         ForcedDrafter.text = [*self._prompts[prompt], *self._answers[prompt]]
         adaptive = arm == ADAPTIVE
         k = MAX_K if adaptive else int(arm.removeprefix("K="))

@@ -129,7 +129,7 @@ class KindRun:
 
     @property
     def behind_first(self) -> float:
-        """A client's tokens a second behind its first one, in the median."""
+        """A client's tokens a second after its first one, in the median."""
         return statistics.median(
             (len(c.ids) - 1) / (c.times[-1] - c.times[0]) for c in self.clients if len(c.ids) > 1
         )

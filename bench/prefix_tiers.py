@@ -9,7 +9,7 @@ prompt, its answer and `--turn` more ids:
 
     cold            the prompt, of which nothing is cached
     second, cold    the second turn without the prefix cache: the reference of the others
-    memory          the second turn behind the prompt's state in memory
+    memory          the second turn after the prompt's state in memory
     disk            the same with the memory tier emptied; files are in the system's page cache
     disk, unread    the same with the files dropped from the page cache (Linux)
     restart         the same in a new process, whose weights are made again from the same seed

@@ -70,7 +70,7 @@ ARMS = {"plain": (0, False), "mtp": (MAX_K, False), "lookup": (0, True), "both":
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One answer, its rounds, its end, and tokens a second behind the first."""
+    """One answer, its rounds, its end, and tokens a second after the first."""
 
     ids: tuple[int, ...]
     text: str
@@ -191,7 +191,7 @@ def compare_ids(model: str, least: int) -> int:
         for name, engine, k, adaptive in variants(loaded, model):
             request = request_of(prompt, k, lookup=True, adaptive=adaptive, **options(kind, engine))
             got = timed(engine, request)
-            again = timed(engine, replace(request, **options(kind, engine)))  # behind its prefix
+            again = timed(engine, replace(request, **options(kind, engine)))  # after its prefix
             cut = draw.randrange(1, len(got.rounds)) if len(got.rounds) > 1 else 1
             log = got.rounds[:cut]
             resumed = timed(

@@ -10,7 +10,7 @@ texts within a repeat; another arm begins each time. The ids of every turn at tw
 compared with those of one node, and `--cold` turns of one node with `"cache": false`. Answers and
 cached prompts of a node share the room for one full context (`--context`).
 
-A later turn is answered where its prefix lies if it is read behind all of the turn before but its
+A later turn is answered where its prefix lies if it is read after all of the turn before but its
 end (`UNCACHED_ROWS`), so a turn should have more tokens than that.
 
 Then `--probes` conversations, each with nothing beside it, are continued by a second turn at the
@@ -44,7 +44,7 @@ from exo_node_bench.spread import spread
 
 WITHIN_S = 180.0
 UNCACHED_ROWS = LEAST_TURN + 16
-"""Rows at a prompt's end behind which no next turn may begin: a turn that is too short to end a
+"""Rows at a prompt's end after which no next turn may begin: a turn that is too short to end a
 forward, and the template's beginning of an answer."""
 ANNOUNCED_WITHIN_S = 4.0
 """Time for files to be written, and for heartbeats that announce prefixes."""
@@ -179,7 +179,7 @@ def _agent(door: Node, options: argparse.Namespace, name: str) -> Agent:
 
 
 def in_place_share(agents: Sequence[Agent]) -> float:
-    """The share of later turns that were read behind the turn before."""
+    """The share of later turns that were read after the turn before."""
     return statistics.mean(
         is_behind(before.answer, turn.answer)
         for agent in agents
@@ -188,7 +188,7 @@ def in_place_share(agents: Sequence[Agent]) -> float:
 
 
 def is_behind(before: TurnAnswer, answer: TurnAnswer) -> bool:
-    """Whether a turn was read behind the prompt of the turn before, but for its end."""
+    """Whether a turn was read after the prompt of the turn before, but for its end."""
     return answer.cached_tokens >= before.prompt_tokens - UNCACHED_ROWS
 
 

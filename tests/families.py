@@ -53,7 +53,7 @@ class Opened:
 
 
 def head_tensors(folder: Path) -> Tensors:
-    """The head's tensors by what stands behind their prefix, whichever of the two it has."""
+    """The head's tensors by what stands after their prefix, whichever of the two it has."""
     weights = cast(Tensors, mx.load(str(folder / "model.safetensors")))
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     nextn = f"model.layers.{config.get('num_hidden_layers')}."

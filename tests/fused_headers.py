@@ -1,6 +1,6 @@
 """MLX's headers for `mx.compile` on a CPU, compiled once a machine and not for each function.
 
-There MLX calls `g++` on a few lines behind its headers, and those take most of the second that
+There MLX calls `g++` on a few lines after its headers, and those take most of the second that
 it costs. In front of PATH lies a `g++` that uses them precompiled, with the same output.
 """
 

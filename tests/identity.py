@@ -93,7 +93,7 @@ def pairwise(cases: Sequence[Case]) -> list[Case]:
 
 
 def scripted(prompt: int, ids: Sequence[int], shift: int) -> DraftModel:
-    """Drafts what plain decoding emits behind a prompt of so many ids, or never that.
+    """Drafts what plain decoding emits after a prompt of so many ids, or never that.
 
     The head's output names its row: row r tells of the token at r + 2.
     """

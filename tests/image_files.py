@@ -77,7 +77,7 @@ def packed_png(width: int, height: int, depth: int, colour: int, data: bytes) ->
 
 
 def with_chunk(kind: bytes, data: bytes, count: int = 1) -> bytes:
-    """The scene with a chunk behind its head."""
+    """The scene with a chunk after its head."""
     file = saved(scene())
     return file[:HEAD] + chunk(kind, data) * count + file[HEAD:]
 

@@ -21,7 +21,7 @@ from exo_node.shard.text.image_rows import PreparedImage, with_image_rows
 ORACLE = Path(__file__).parent / "oracle"
 DENSE, MIXTURE = ORACLE / "qwen3_5_images", ORACLE / "qwen3_5_moe_images"
 DEEP, DEEP_MIXTURE = ORACLE / "qwen3_vl_images", ORACLE / "qwen3_vl_moe_images"
-"""Without a draft head, and with features that are added behind the first two layers."""
+"""Without a draft head, and with features that are added after the first two layers."""
 GEMMA = ORACLE / "gemma3_images"
 """Rows of an image see all of their image, which has more rows than a sliding window."""
 MISTRAL = ORACLE / "mistral3_images"

@@ -2,7 +2,7 @@
 
 Its weights are constructed, not trained. The embedding of a token that matters is a direction of
 its own, and the last token decides the next one. The prompt of an answer ends with a token for the
-number of results that tools have given, so whatever a client sends, behind any number of tokens and
+number of results that tools have given, so whatever a client sends, after any number of tokens and
 at any temperature, the answer is the same.
 """
 
@@ -31,7 +31,7 @@ Call = tuple[str, Mapping[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """The answers: the calls of tools, one each with its arguments, and `text` behind the last.
+    """The answers: the calls of tools, one each with its arguments, and `text` after the last.
 
     Without a call every answer is `text`.
     """

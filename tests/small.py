@@ -93,7 +93,7 @@ def _agreeing(name: str, value: mx.array, context: float) -> mx.array:
         # The embedding alone, as it is.
         rows = value.shape[0]
         return mx.concatenate([mx.eye(rows), mx.zeros((rows, rows))], axis=1)
-    if name.endswith("input_proj.weight"):  # the same, where it stands behind the hidden states
+    if name.endswith("input_proj.weight"):  # the same, where it stands after the hidden states
         rows = value.shape[0]
         return mx.concatenate([mx.zeros((rows, rows)), mx.eye(rows)], axis=1)
     if any(each in name for each in _EMBEDDING_NORMS):

@@ -28,7 +28,7 @@ Logits = npt.NDArray[np.float32]
 
 PROMPT = (1, 0, 2)
 BEYOND = 16
-"""Positions behind the last of a table: rounds in flight may reach them, and nobody reads them."""
+"""Positions after the last of a table: rounds in flight may reach them, and nobody reads them."""
 
 
 def random_table(vocabulary: int, seed: int, positions: int = 64, spread: float = 1.0) -> Logits:

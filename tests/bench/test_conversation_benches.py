@@ -1,4 +1,4 @@
-"""The benches of conversations: turns behind the turn before."""
+"""The benches of conversations: turns after the turn before."""
 
 import pytest
 from conversation_turns import TurnAnswer, with_answer, words
@@ -14,7 +14,7 @@ def _turn(prompt: int, cached: int, node: str) -> AgentTurn:
     ("cached", "is_in_place"),
     [(996, True), (1000 - UNCACHED_ROWS, True), (999 - UNCACHED_ROWS, False), (0, False)],
 )
-def test_a_turn_is_in_place_behind_the_turn_before(cached: int, is_in_place: bool) -> None:
+def test_a_turn_is_in_place_after_the_turn_before(cached: int, is_in_place: bool) -> None:
     """But for rows at its end that are never cached."""
     assert is_behind(_turn(1000, 0, "a").answer, _turn(1200, cached, "a").answer) == is_in_place
 

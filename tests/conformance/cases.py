@@ -48,14 +48,14 @@ Option = Literal[
 `logprobs` are those under penalties. `barred`: the likeliest token ends the answer, once it has
 enough others. `mixed`: each request of a batch has another option, and a K of its own."""
 Cut = Literal["first", "middle", "last"]
-"""The end of a log: behind the first round, in the middle, before the last round."""
+"""The end of a log: after the first round, in the middle, before the last round."""
 
 CUTS: Final[tuple[Cut, ...]] = ("first", "middle", "last")
 CHUNK: Final = 32
 """Rows of a prompt's forward."""
 STRICT_ROWS: Final = 4
 FIRST_TURN: Final = 40
-"""Rows that a prompt behind a prefix shares with the one before it."""
+"""Rows that a prompt after a prefix shares with the one before it."""
 SECOND_TURN: Final = 70
 ROWS: Final = (9, 5, 14, 36, 7)
 """Rows of the prompts of a batch; the last request is cancelled."""

@@ -15,7 +15,7 @@ from recorded import ANSWERS, TRACED, Corpus, names_of
 CASES = all_cases()
 IN_THE_CORE = ("hybrid", "kernels")
 """The models whose quick cases `make test` has: recurrent layers with a draft head, whose state
-behind a verify is kept as a CPU's and as a GPU's kernels keep it."""
+after a verify is kept as a CPU's and as a GPU's kernels keep it."""
 
 
 def _quick(case: Case) -> object:

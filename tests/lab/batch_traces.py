@@ -52,7 +52,7 @@ def follow(warm: TextEngine, seed: int, room: int) -> Totals:
     """Asserts that each answer is the one of a new engine that has nothing else to do, whoever was
     beside it, came, went, or had its prefix thrown away; and that nothing is left but the cache.
 
-    In every second trace the others have a turn behind each layer of a prompt.
+    In every second trace the others have a turn after each layer of a prompt.
     """
     with mock.patch.object(
         prefill_forward, "MAX_PART_S", 0.0 if seed % 2 else prefill_forward.MAX_PART_S

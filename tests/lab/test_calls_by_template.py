@@ -76,7 +76,7 @@ def test_rounds_of_calls_are_exact_and_cached(served: Node, model: str) -> None:
         message = choice["message"]
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         print(f"{model}: {usage['prompt_tokens']} tokens, {cached} of them cached")
-        # Mistral's first turns end with the prompt, behind whose last row no request begins.
+        # Mistral's first turns end with the prompt, after whose last row no request begins.
         assert cached >= (0.5 if model == "mistral" else 0.8) * previous
         previous = usage["prompt_tokens"]
         if not message.get("tool_calls"):

@@ -101,7 +101,7 @@ def test_each_row_reads_the_rows_of_its_window_in_order(steps: int, width: int) 
 
 
 @pytest.mark.parametrize("steps", [1, 7])
-def test_who_leaves_goes_on_as_if_alone_all_along(steps: int) -> None:
+def test_who_leaves_continues_as_if_alone_all_along(steps: int) -> None:
     alone = windows()
     together, positions = joined(alone)
     step(together, positions, alone, *[3] * steps)
@@ -113,7 +113,7 @@ def test_who_leaves_goes_on_as_if_alone_all_along(steps: int) -> None:
             assert_same(seen_alone(leaver, new), seen_alone(cache, new))
 
 
-def test_who_joins_takes_a_place_and_all_go_on() -> None:
+def test_who_joins_takes_a_place_and_all_continue() -> None:
     alone = windows()
     together, positions = joined(alone[:4])
     step(together, positions, alone[:4], 3, 3)

@@ -28,7 +28,7 @@ def rows(count: int, key: int) -> tuple[mx.array, mx.array]:
 
 
 def alone(count: int, key: int) -> list[Any]:
-    """A request's caches, by layer, behind `count` rows."""
+    """A request's caches, by layer, after `count` rows."""
     caches: list[Any] = [KVCache(), QuantizedKVCache(SIZE, 8), TapedCache(2)]
     for cache in caches[:2]:
         _ = cache.update_and_fetch(*rows(count, key))
@@ -144,7 +144,7 @@ def test_a_long_one_that_left_takes_its_room_along() -> None:
     ("stays", "joins"),
     [([0, 1, 2], 0), ([0, 1, 2], 2), ([1, 2], 0), ([2], 0), ([2], 1), ([0], 2), ([], 1)],
 )
-def test_states_that_only_the_device_knows_are_each_requests_own_behind_a_change(
+def test_states_that_only_the_device_knows_are_each_requests_own_after_a_change(
     stays: list[int], joins: int
 ) -> None:
     """Behind a CUDA verify of which requests keep different numbers of rows (`RowChoice`)."""

@@ -92,7 +92,7 @@ def test_an_answer_ends_inside_a_copy_where_plain_decoding_ends(count: int) -> N
     cut = told(6, max_tokens=count)
     assert stopped.ids == cut.ids == plain.ids[:count]
     assert (stopped.reason, cut.reason) == ("stop", "length")
-    # Row i of a copy emits the token behind it, so the last token has none, unless a plain round
+    # Row i of a copy emits the token after it, so the last token has none, unless a plain round
     # was issued ahead.
     assert stopped.cached_ids in ([*PROMPT, *stopped.ids][:-1], [*PROMPT, *stopped.ids])
 

@@ -293,7 +293,7 @@ def test_the_same_check_catches_a_biased_rule(
 def test_block_verification_needs_noise_that_earlier_rounds_did_not_see(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A round that keeps few drafts has looked at the noise of the positions behind them."""
+    """A round that keeps few drafts has looked at the noise of the positions after them."""
 
     def of_position(self: Noise, _position: int) -> Noise:
         return self

@@ -45,7 +45,7 @@ def test_rows_are_barred_up_to_the_least_and_other_numbers_stay(
     assert mx.array_equal(got[barred:], x[barred:])
 
 
-def test_a_row_behind_drafts_counts_them_and_few_ids_are_enough() -> None:
+def test_a_row_after_drafts_counts_them_and_few_ids_are_enough() -> None:
     bar, x = EndBar(ENDS, 3), logits(1)
     assert [barred_rows(bar.apply(x, before)) for before in range(4)] == [[True]] * 3 + [[False]]
     narrow = bar.apply(x[:, :20])

@@ -61,7 +61,7 @@ def test_what_a_mask_lacks_has_no_probability_and_the_rest_is_untouched() -> Non
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, seed=1), Sampling(0.8)], ids=str)
 @pytest.mark.parametrize("wrong", [0, 1, 2])
-def test_a_draft_that_is_not_allowed_falls_with_all_behind_it(
+def test_a_draft_that_is_not_allowed_falls_with_all_after_it(
     sampling: Sampling, wrong: int
 ) -> None:
     drafts = [2, 3, 4]
@@ -122,7 +122,7 @@ def test_every_draft_of_a_round_is_one_that_may_stand_there(sampling: Sampling) 
             assert as_ids(likely)[0] <= 2, "its own distribution is masked, too"
 
 
-def test_behind_a_draft_that_may_not_stand_nothing_is_masked() -> None:
+def test_after_a_draft_that_may_not_stand_nothing_is_masked() -> None:
     x = logits(1)
     wrong = Drafts(mx.array([60]), None)
     drafts = Sampler(Sampling(), 0, grammar=Rising()).draft(x, 1, [wrong])

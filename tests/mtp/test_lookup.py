@@ -65,7 +65,7 @@ def test_the_longest_earlier_occurrence(
 
 @pytest.mark.parametrize("seed", seeds(20, 200))
 def test_it_finds_what_a_search_of_all_places_finds(seed: int) -> None:
-    """Added one by one or at once, before and behind the growth of its table."""
+    """Added one by one or at once, before and after the growth of its table."""
     rng = random.Random(seed)
     ids = [rng.randrange(6) for _ in range(40)]
     for _ in range(3):  # copies, which give long matches
@@ -132,7 +132,7 @@ def test_every_token_is_evidence_whether_it_was_drafted_or_not() -> None:
     assert lookup.match == NO_MATCH
 
 
-def test_a_copy_begins_behind_committed_tokens() -> None:
+def test_a_copy_begins_after_committed_tokens() -> None:
     lookup = PromptLookup([1, 2, 3, 4, 5, 6, 9], Recorder())
     assert lookup.length(10, 7) == 0
     _ = pushed(lookup, [1, 2, 3])
@@ -183,14 +183,14 @@ FILE = list(range(100, 130))
         ([*FILE[:8], 7, FILE[9], FILE[10], *FILE[:3]], FILE[3:6]),  # other places are found still
     ],
 )
-def test_a_long_copy_resumes_behind_a_change(answer: list[int], copy: list[int]) -> None:
+def test_a_long_copy_resumes_after_a_change(answer: list[int], copy: list[int]) -> None:
     lookup = PromptLookup([*FILE, 1], Recorder(3))
     assert lookup.length(9, 31) == 0
     length = pushed(lookup, answer).length(9, 31 + len(answer))
     assert (lookup.tokens(length) if length else []) == copy
 
 
-def test_a_token_behind_a_change_is_evidence_of_its_own() -> None:
+def test_a_token_after_a_change_is_evidence_of_its_own() -> None:
     policy = Recorder()
     lookup = PromptLookup([*FILE, 1], policy)
     assert lookup.length(9, 31) == 0

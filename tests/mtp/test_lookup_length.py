@@ -31,7 +31,7 @@ def policy(costs: dict[int, float] = OURS, evidence: CopyEvidence | None = None)
 
 
 def taught(decider: AdaptiveLength, length: int, right: float, count: int = 60) -> AdaptiveLength:
-    """After `count` tokens behind matches of `length`, of which the share `right` were right."""
+    """After `count` tokens after matches of `length`, of which the share `right` were right."""
     for i in range(count):
         decider.observe(length, is_right=int((i + 1) * right) > int(i * right))
     return decider
@@ -65,7 +65,7 @@ def test_one_that_copies_from_three_tokens_on_is() -> None:
 
 @pytest.mark.parametrize("resumed", [1, 2])
 @pytest.mark.parametrize(("right", "length"), [(False, 0), (True, 15)])
-def test_behind_a_change_its_own_evidence_decides(
+def test_after_a_change_its_own_evidence_decides(
     resumed: Resumed, right: bool, length: int
 ) -> None:
     decider = taught(policy(), 64, right=1.0)

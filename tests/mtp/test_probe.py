@@ -35,7 +35,7 @@ Change = Callable[[ForwardOutput, mx.array, Sequence[Any]], ForwardOutput]
 
 
 class ChangedTarget(FamilyTarget):
-    """A target whose forwards of one request are changed behind the computation."""
+    """A target whose forwards of one request are changed after the computation."""
 
     def __init__(self, model: qwen3_5.Model, change: Change | None) -> None:
         super().__init__(Qwen35Family(model))

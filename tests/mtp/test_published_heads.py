@@ -469,7 +469,7 @@ def test_model_and_head_compute_what_the_published_tensors_say(
     rows = reference.normed(x) if kind == "post_norm" else x
     chained, expected = reference.head(rows, following, kind)
     assert close(logits_of(output), expected)
-    for token in (7, 11):  # two drafts further, each behind the head's own output
+    for token in (7, 11):  # two drafts further, each after the head's own output
         output = head(output[:, -1:], family.embed(mx.array([[token]])), cache)
         rows, following = np.concatenate([rows, chained[-1:]]), [*following, token]
         chained, expected = reference.head(rows, following, kind)

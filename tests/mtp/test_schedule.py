@@ -107,7 +107,7 @@ def test_no_forward_ends_within_the_first_rows_of_an_image(
         assert not first < end < min(first + KEY_ROWS, first + rows)
 
 
-def test_a_forward_ends_in_front_of_an_image_or_behind_enough_of_it() -> None:
+def test_a_forward_ends_in_front_of_an_image_or_after_enough_of_it() -> None:
     image = [-5] * 12
     assert prefill_ends([2] * 12 + image + [3], 16) == [12, 25]
     assert prefill_ends([2] * 8 + image + [3], 16) == [16, 21]

@@ -99,7 +99,7 @@ def test_the_drafter_is_named() -> None:
     assert kinds == ["native_mtp", "none"]
 
 
-def test_tokens_are_counted_while_the_answer_goes_on() -> None:
+def test_tokens_are_counted_while_the_answer_continues() -> None:
     collector = StatsCollector(Clock())
     for tokens in (1, 4, 2):
         collector.add(Round((7,) * tokens, 3, tokens - 1, Forward(0, 4)))

@@ -3,7 +3,7 @@
     VENV/bin/python tests/oracle/embedders.py
 
 Not run by the tests, which need no torch; see `generate.py`. Each folder has the texts that a
-publisher's repository has: config.json, a tokenizer that puts tokens around or behind a text, and
+publisher's repository has: config.json, a tokenizer that puts tokens around or after a text, and
 the files of sentence-transformers that say how hidden states become an embedding. It gets a bare
 backbone's tensors, without `model.` before their names and without lm_head, and `oracle.json`:
 inputs with the ids of that tokenizer and the embeddings that transformers computes of each alone,

@@ -96,7 +96,7 @@ def test_what_a_person_wrote_beats_config_even_where_config_is_wrong() -> None:
         ({"layer_types": ["linear_attention", "full_attention"] * 12}, 12),
         ({"layer_types": ["sliding_attention", "full_attention"] * 12}, 24),
         ({"layer_types": ["mamba", "conv", "attention"] * 8}, 8),
-        # The list decides where both stand, and entries behind the backbone are the MTP head's.
+        # The list decides where both stand, and entries after the backbone are the MTP head's.
         ({"layer_types": ["mamba"] * 24 + ["attention"], "full_attention_interval": 4}, 0),
     ],
 )

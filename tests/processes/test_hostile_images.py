@@ -143,7 +143,7 @@ def _memory(running: Node, most: dict[str, int]) -> Generator[None]:
 
 @contextmanager
 def _answering(running: Node, gaps: list[float]) -> Generator[None]:
-    """Answers in text, one behind the other."""
+    """Answers in text, one after the other."""
     ended = threading.Event()
 
     def ask() -> None:
@@ -211,7 +211,7 @@ def test_memory_is_bounded(report: Seen) -> None:
         assert 0 < report.bytes[kind] < most
 
 
-def test_other_answers_go_on(report: Seen) -> None:
+def test_other_answers_continue(report: Seen) -> None:
     """Another answer that waited for the slowest image would show it."""
     gaps = sorted(report.gaps)
     median, most = gaps[len(gaps) // 2], gaps[-1]

@@ -320,7 +320,7 @@ def test_a_stopped_stage_is_lost_in_time_and_its_state_freed_when_it_resumes(
     loop.run(play())
 
 
-def test_a_loss_behind_the_neighbour_reaches_the_generator(loop: asyncio.Runner) -> None:
+def test_a_loss_after_the_neighbour_reaches_the_generator(loop: asyncio.Runner) -> None:
     async def play() -> None:
         fields = {"prefill_chunk": CHUNK, "lease_s": LEASE_S}
         async with running((0, 1, 3, LAYERS), small_checkpoint(), **fields) as three:

@@ -118,7 +118,7 @@ def test_a_runner_that_ends_before_it_is_told_what_to_load_says_why(
 # ------------------------------------------------------------------------------- the rule
 
 
-def test_a_load_that_gets_on_has_all_the_time_it_needs() -> None:
+def test_a_load_that_continues_has_all_the_time_it_needs() -> None:
     watch = LoadWatch(50, 0)
     for second in range(10_000):
         watch.report_progress(second // 49)

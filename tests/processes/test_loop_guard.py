@@ -102,7 +102,7 @@ def test_a_stream_ends_at_the_same_token_with_any_number_of_drafts(served: Node)
         assert last["generation_stats"]["loop_reason"]
 
 
-def test_a_request_a_grammar_and_the_nodes_setting_let_it_go_on(
+def test_a_request_a_grammar_and_the_nodes_setting_let_it_continue(
     served: Node, models: Path, tmp_path: Path
 ) -> None:
     before = looped(served)

@@ -153,7 +153,7 @@ def test_two_downloads_of_a_model_are_one_and_pause_cancel_and_resume(
         assert hub.ranges(MODEL)[-1] is None
 
 
-def test_a_download_goes_on_after_kill_9(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_download_continues_after_kill_9(hub: FakeHub, tmp_path: Path) -> None:
     hub.slow_s = PIECES_S
     env = settings(hub, tmp_path)
     with node(tmp_path / "data", "--no-mdns", env=env) as running:

@@ -28,7 +28,7 @@ def answers_by_node(running: Node) -> list[int]:
 
 
 def ids_of(running: Node) -> list[int]:
-    """An answer that lasts: the story, and what is likeliest behind its end, which is forbidden.
+    """An answer that lasts: the story, and what is likeliest after its end, which is forbidden.
 
     Nothing of its prompt is cached, so that answers go to the replica with the least work.
     """

@@ -262,7 +262,7 @@ def test_the_sentence_names_the_field_its_value_and_its_bound() -> None:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=CHECKS)
 @given(st.lists(messages(EVERY["Heartbeat"], 2), min_size=1, max_size=4))
-def test_any_heartbeats_leave_a_cluster_that_goes_on(beats: list[Message]) -> None:
+def test_any_heartbeats_leave_a_cluster_that_continues(beats: list[Message]) -> None:
     asyncio.run(hears(beats))
 
 

@@ -45,7 +45,7 @@ TEXT, VISION, IDS = (
 PROCESSOR = json.loads((HERE / "preprocessor_config.json").read_text())
 HIDDEN, MERGE = TEXT["hidden_size"], VISION["spatial_merge_size"]
 START, END, VISION_START, VISION_END, IMAGE = range(256, 261)
-"""The tokenizer's ids behind those of the 256 bytes."""
+"""The tokenizer's ids after those of the 256 bytes."""
 DEPTH, BATCH, RATE, THREADS = 3, 16, 2.5e-3, 1
 LOOK, READ = 3500, 4500
 """The steps from which the backbone and the head are trained, too."""
@@ -60,7 +60,7 @@ QUESTIONS = (
 SHOWN = "an image"
 """The part of a question that is one."""
 DIGITS = 25
-"""The first id behind those of the digits; in front of them is what answers do not have."""
+"""The first id after those of the digits; in front of them is what answers do not have."""
 Turn = tuple[list[str], str]
 """The parts of a question and the answer."""
 

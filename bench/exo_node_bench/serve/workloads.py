@@ -89,7 +89,7 @@ class Workload:
     tokens: int = 0
     """The length of the prompt, or of an agent's system prompt."""
     questions: tuple[str, ...] = ()
-    """Each is asked behind a number, so that no prefix cache contains it."""
+    """Each is asked after a number, so that no prefix cache contains it."""
     turns: int = 1
     tool_tokens: int = 0
     tool_role: Role = "tool"

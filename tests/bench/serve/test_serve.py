@@ -103,7 +103,7 @@ def test_a_servers_faults_are_counted_not_hidden(
     assert "2 requests failed" in (tmp_path / "index.html").read_text()
 
 
-def test_the_turns_behind_a_lost_one_count_as_lost(tmp_path: Path) -> None:
+def test_the_turns_after_a_lost_one_count_as_lost(tmp_path: Path) -> None:
     arguments = ("--workloads", "agent", "--concurrency", "1", "--requests", "3", "--turns", "3")
     # The warm-up takes the first three requests, so the second turn is spoiled.
     server = OpenAiServer(fault="cut", every=5)

@@ -290,7 +290,7 @@ def test_more_answers_than_one_request_may_have_are_refused(node: Node) -> None:
     assert "130 answers" in reply.error["message"] and not node.chat.requests
 
 
-def test_the_text_behind_a_gap_goes_to_the_model(node: Node, openai: Any) -> None:
+def test_the_text_after_a_gap_goes_to_the_model(node: Node, openai: Any) -> None:
     _ = openai.completions.create(model="demo", prompt="def f(", suffix="return x")
     _ = complete(node, prompt="a", suffix="")
     first, second = node.chat.requests

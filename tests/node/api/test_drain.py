@@ -62,7 +62,7 @@ def test_new_work_is_refused_and_looking_is_not() -> None:
         assert not asyncio.run(leaving.drained(lambda: 1, lambda: 0))
 
 
-async def test_what_gets_on_is_waited_for_and_what_does_not_is_not() -> None:
+async def test_what_continues_is_waited_for_and_what_does_not_is_not() -> None:
     leaving = Drain(replace(LOCAL, drain_s=0.3, tick_s=0.05))
     looks = count()
 

@@ -51,7 +51,7 @@ HEARTBEATS = len(EVERYWHERE) - 1
 
 
 def paced(clock: Clock, *events: Event, step_s: float, then: Exception | None = None) -> Script:
-    """These events, each `step_s` behind the one before it."""
+    """These events, each `step_s` after the one before it."""
 
     async def script() -> AsyncGenerator[Event]:
         for event in events:

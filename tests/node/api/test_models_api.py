@@ -232,7 +232,7 @@ def test_everybody_may_see_what_is_downloaded() -> None:
 MINE = "# mine\n[coder]\nmodel = 'owner/tiny'\ntemperature = 0.2\n"
 
 
-async def test_a_name_is_added_behind_a_persons_own_profiles_and_taken_away(tmp_path: Path) -> None:
+async def test_a_name_is_added_after_a_persons_own_profiles_and_taken_away(tmp_path: Path) -> None:
     path = tmp_path / "config" / "profiles.toml"
     file = ProfileFile(path)
     await file.add("first", "owner/tiny")

@@ -102,7 +102,7 @@ EARLIER: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), EARLIER)
-def test_a_conversation_goes_on_behind_a_picture_that_was_refused(
+def test_a_conversation_continues_after_a_picture_that_was_refused(
     node: Node, path: str, body: dict[str, Any]
 ) -> None:
     """Codex sends the turn that was refused again, so each turn that followed was refused."""
@@ -114,7 +114,7 @@ def test_a_conversation_goes_on_behind_a_picture_that_was_refused(
     assert last["content"] == "hi"
 
 
-def test_a_picture_behind_a_tools_result_is_the_users_own(node: Node) -> None:
+def test_a_picture_after_a_tools_result_is_the_users_own(node: Node) -> None:
     result = {"type": "tool_result", "tool_use_id": "t", "content": "done"}
     image = {"type": "image", "source": SOURCE}
     reply = node.ask("POST", "/v1/messages", {"model": "demo", **chat_parts(result, image)})

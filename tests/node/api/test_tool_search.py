@@ -24,7 +24,7 @@ def reference(name: str) -> dict[str, Any]:
 
 
 def searched(*results: dict[str, Any]) -> list[dict[str, Any]]:
-    """A conversation behind a search with this result."""
+    """A conversation after a search with this result."""
     result = {"type": "tool_result", "tool_use_id": "t", "content": list(results)}
     return [*ASK, {"role": "assistant", "content": [CALL]}, {"role": "user", "content": [result]}]
 

@@ -192,7 +192,7 @@ def resumed(
 LOST = PeerLost("a stage is gone")
 
 
-def test_a_lost_attempt_is_followed_by_one_that_begins_behind_what_was_handed_out() -> None:
+def test_a_lost_attempt_is_followed_by_one_that_begins_after_what_was_handed_out() -> None:
     events, (first, second) = resumed(
         ([STARTED, spoken("a", 1), spoken("b", 2, 3)], LOST),
         ([STARTED, spoken("c", 4), ENDED], None),

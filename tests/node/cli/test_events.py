@@ -70,7 +70,7 @@ async def test_a_listener_gets_what_is_held_and_what_happens_until_the_log_close
     assert [event async for event in log.subscribe(after=4)] == []
 
 
-async def test_a_listener_that_does_not_read_is_dropped_and_told_where_to_go_on() -> None:
+async def test_a_listener_that_does_not_read_is_dropped_and_told_where_to_continue() -> None:
     log = log_of(1)
     slow, quick = log.subscribe(), log.subscribe()
     for news in (slow, quick):
@@ -186,7 +186,7 @@ async def served(log: EventLog, query: str = "") -> AsyncGenerator[asyncio.Strea
         await writer.wait_closed()
 
 
-async def test_a_stream_goes_on_with_what_happens_and_ends_with_the_log() -> None:
+async def test_a_stream_continues_with_what_happens_and_ends_with_the_log() -> None:
     log = log_of(1)
     async with served(log) as reader:
         _ = await reader.readuntil(b"n1 joined")

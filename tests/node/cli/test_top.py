@@ -240,7 +240,7 @@ def _read_until(screen: int, text: bytes) -> bytes:
     return output
 
 
-def test_on_a_terminal_it_goes_on_without_its_node_and_ends_with_ctrl_c(stub: Stub) -> None:
+def test_on_a_terminal_it_continues_without_its_node_and_ends_with_ctrl_c(stub: Stub) -> None:
     screen, terminal = pty.openpty()
     size = {"COLUMNS": "120", "LINES": "30", "TERM": "xterm"}
     with ending_on_interrupt():

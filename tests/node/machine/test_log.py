@@ -177,7 +177,7 @@ def test_a_file_of_the_log_is_rotated(tmp_path: Path, monkeypatch: pytest.Monkey
     assert json.loads(file.read_text().splitlines()[-1])["message"] == "line 99"
 
 
-def test_a_file_that_cannot_be_renamed_goes_on(
+def test_a_file_that_cannot_be_renamed_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def rename(*_: object) -> None:

@@ -335,7 +335,7 @@ async def test_a_resumed_answer_gives_up_the_claim_of_its_lost_attempt() -> None
     assert heads.closed == 2
 
 
-async def test_an_answer_goes_on_whose_placement_the_next_head_does_not_know() -> None:
+async def test_an_answer_continues_whose_placement_the_next_head_does_not_know() -> None:
     heads = TwoHeads([InsufficientMemory("nothing of that kind is here")])
     claim = Claim(heads, REQUEST, LOCAL)
     _ = await acquired(claim)

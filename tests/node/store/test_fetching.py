@@ -112,7 +112,7 @@ async def test_a_copy_that_broke_off_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("marked", [False, True])
-async def test_a_load_that_was_cancelled_behind_its_last_file_leaves_a_whole_copy(
+async def test_a_load_that_was_cancelled_after_its_last_file_leaves_a_whole_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, marked: bool
 ) -> None:
     one, two = giver(tmp_path), Taker(tmp_path / "two")

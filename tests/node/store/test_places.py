@@ -74,7 +74,7 @@ def test_a_template_and_a_card_both_name_abilities(cache: Path) -> None:
     assert changed.digest != facts.digest
 
 
-def test_another_revision_has_its_name_behind_the_id(cache: Path) -> None:
+def test_another_revision_has_its_name_after_the_id(cache: Path) -> None:
     in_cache(cache, "me/tiny")
     tagged = in_cache(cache, "me/tiny", ref="v2", commit="b" * 40)
     bare = in_cache(cache, "me/tiny", ref="", commit="d" * 40)

@@ -32,7 +32,7 @@ def renamed(name: str, old: str, new: str) -> list[Entry]:
     return [dataclasses.replace(e, name=e.name.replace(old, new)) for e in entries]
 
 
-def test_a_layer_behind_the_heads_is_not_its_own() -> None:
+def test_a_layer_after_the_heads_is_not_its_own() -> None:
     stray = Entry("model-00163-of-000163.safetensors", "model.layers.62.enorm.weight", "BF16", (7,))
     text = reason(checkpoint_of("deepseek-v3", [*headers("deepseek-v3").entries, stray]))
     assert "the first model.layers.62.enorm.weight" in text

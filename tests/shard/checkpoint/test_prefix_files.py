@@ -102,7 +102,7 @@ def test_tensors_come_in_the_order_of_their_names(tmp_path: Path) -> None:
         assert [each[2] for each in file.tensors(names)] == [content[name] for name in names]
 
 
-def test_a_damaged_tensor_is_refused_behind_those_before_it(tmp_path: Path) -> None:
+def test_a_damaged_tensor_is_refused_after_those_before_it(tmp_path: Path) -> None:
     path = tmp_path / "a"
     content = _many_tensors(path)
     _ = path.write_bytes(path.read_bytes().replace(content["9"], b"\0" + content["9"][1:]))
@@ -113,7 +113,7 @@ def test_a_damaged_tensor_is_refused_behind_those_before_it(tmp_path: Path) -> N
             _ = next(tensors)
 
 
-def test_no_thread_reads_a_file_behind_its_tensors(tmp_path: Path) -> None:
+def test_no_thread_reads_a_file_after_its_tensors(tmp_path: Path) -> None:
     names = _many_tensors(tmp_path / "a")
     with opened(tmp_path / "a") as file:
         tensors = file.tensors(names)

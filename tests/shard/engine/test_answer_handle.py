@@ -55,7 +55,7 @@ class Served:
         before = -1
         while before < (now := self.compute.submit(count).result(SOON_S)):
             before = now
-            for _ in range(200):  # it does a step behind each, if there is any
+            for _ in range(200):  # it does a step after each, if there is any
                 self.compute.submit(lambda: None).result(SOON_S)
         return before
 

@@ -1,4 +1,4 @@
-"""Answers beside others and behind others' prefixes; `bench/traces.py` takes a thousand traces."""
+"""Answers beside others and after others' prefixes; `bench/traces.py` takes a thousand traces."""
 
 from batch_traces import Totals, follow, warm_engine
 from budget import seeds

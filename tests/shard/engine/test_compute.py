@@ -68,7 +68,7 @@ def test_a_job_that_comes_between_steps_runs_before_the_next(
     assert work.done == ["step", "step", "job", "step", "step"]
 
 
-def test_an_idle_thread_looks_once_behind_each_job(compute: ComputeThread, work: Work) -> None:
+def test_an_idle_thread_looks_once_after_each_job(compute: ComputeThread, work: Work) -> None:
     for _ in range(5):
         compute.submit(lambda: None).result(SOON_S)
     compute.submit(lambda: None).result(SOON_S)

@@ -69,7 +69,7 @@ def device_changes(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 @pytest.mark.smoke
 @pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "ahead"])
 @pytest.mark.parametrize("seed", seeds(2, 24))
-def test_joins_and_leaves_behind_uneven_acceptance_leave_every_answer_its_own(
+def test_joins_and_leaves_after_uneven_acceptance_leave_every_answer_its_own(
     seed: int, *, ahead: bool, device_changes: set[str]
 ) -> None:
     draw = random.Random(seed)

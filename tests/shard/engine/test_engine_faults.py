@@ -97,7 +97,7 @@ def test_a_fault_of_a_forward_over_prompts_is_told_to_all_of_them(
 def test_tokens_that_are_lost_on_their_way_end_all_that_waited_for_them(
     monkeypatch: pytest.MonkeyPatch, k: int
 ) -> None:
-    """Their rows are in the caches, and a round behind them is under way: nobody may go on."""
+    """Their rows are in the caches, and a round after them is under way: nobody may go on."""
     served, count, land = engine(runs_ahead=True), 0, Batch.land
 
     def failing(self: Batch, *rest: Any) -> Any:

@@ -28,7 +28,7 @@ def end_of(
     prompt: list[int] | None = None,
     call: tuple[int, ...] = (),
 ) -> int | None:
-    """The number of tokens behind which the guard ends an answer."""
+    """The number of tokens after which the guard ends an answer."""
     guard = LoopGuard(limits, prompt or (), call)
     return next((count for count, token in enumerate(ids, 1) if guard.push(token)), None)
 

@@ -50,7 +50,7 @@ def engine(bits: int, **changes: Any) -> TextEngine:
     return engine_of(loaded(bits), spec(folder, 0, LAYERS, **(fields | form(bits) | changes)))
 
 
-def test_numbers_that_depend_on_the_row_count_are_seen_behind_quantised_caches_too() -> None:
+def test_numbers_that_depend_on_the_row_count_are_seen_after_quantised_caches_too() -> None:
     stage_spec = spec(
         small_checkpoint(hidden=HIDDEN), 0, LAYERS, num_layers=LAYERS, native_mtp=True
     )

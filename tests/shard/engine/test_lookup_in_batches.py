@@ -63,7 +63,7 @@ def plain(engine_request: Parameters) -> Answer:
 
 
 def never_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that rounds without copies come behind a change."""
+    """So that rounds without copies come after a change."""
 
     def resume(_index: SuffixIndex, _broken: Match, _since: int) -> Match:
         return NO_MATCH

@@ -328,7 +328,7 @@ def test_an_answer_waits_for_a_chunk_on_each_stage_at_most(
     assert pipeline.refused == 0
 
 
-def test_a_prompt_waits_for_a_row_of_each_answer_behind_each_chunk(
+def test_a_prompt_waits_for_a_row_of_each_answer_after_each_chunk(
     pipeline: PacedPipeline,
 ) -> None:
     start, alone = pipeline.now, read(pipeline, 7)

@@ -44,7 +44,7 @@ def test_answers_beside_prompts_in_parts_are_what_they_are_alone() -> None:
 
 
 @pytest.mark.parametrize("batching", [True, False])
-def test_an_answer_goes_on_between_two_parts_of_a_chunk(
+def test_an_answer_continues_between_two_parts_of_a_chunk(
     batching: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served, go_on = engine(batching=batching), PrefillForward.advance

@@ -72,7 +72,7 @@ def test_a_prompt_is_found_by_who_asked_it_alone_and_answers_do_not_differ(stage
 
 
 @pytest.mark.smoke
-def test_what_is_kept_behind_a_prefix_is_what_a_cold_prompt_leaves() -> None:
+def test_what_is_kept_after_a_prefix_is_what_a_cold_prompt_leaves() -> None:
     """Caches, the head's, and the hidden states that it is yet to read: bit for bit."""
     warm, alone = engine(), engine()
     for prompt in (FIRST, SECOND):
@@ -119,7 +119,7 @@ def follow(warm: TextEngine, seed: int, count: int = 6) -> int:
     draw, hits = random.Random(seed), 0
     for prompt in traces(seed, count):
         k, tokens = draw.randrange(4), draw.randrange(1, 4)
-        if draw.random() < 0.2:  # a client that goes at once, or behind a chunk
+        if draw.random() < 0.2:  # a client that goes at once, or after a chunk
             steps = warm.generate(request(prompt, k, tokens))
             for _ in range(draw.randrange(1, 4)):
                 _ = next(steps)
@@ -161,7 +161,7 @@ def test_other_kinds_of_cache_give_the_cold_answers(kind: str) -> None:
 
 
 def test_the_system_turn_goes_last() -> None:
-    """A long conversation continues behind its last turn and reads nothing before it."""
+    """A long conversation continues after its last turn and reads nothing before it."""
     talk = [SYSTEM, *(turn(150, 20 + number) for number in range(4))]
     prompts = [[*chain(*talk[: number + 1]), 7] for number in range(1, len(talk))]
     roomy, live = engine(), 0

@@ -1,4 +1,4 @@
-"""Prompts are read once in a model's life: a restart continues behind them, bit for bit."""
+"""Prompts are read once in a model's life: a restart continues after them, bit for bit."""
 
 import errno
 import json
@@ -33,9 +33,7 @@ ENDS = [160, 300, 342]
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("k", [0, 1, 2, 3])
-def test_a_restart_continues_behind_the_last_state_of_a_conversation(
-    k: int, tmp_path: Path
-) -> None:
+def test_a_restart_continues_after_the_last_state_of_a_conversation(k: int, tmp_path: Path) -> None:
     prompts = (FIRST, FIRST, SECOND, SECOND, OTHER)
     cached = [cached_tokens(opened(tmp_path), prompt, k) for prompt in prompts]
     assert cached == [0, 300, 300, 460, 300]
@@ -45,7 +43,7 @@ def test_a_restart_continues_behind_the_last_state_of_a_conversation(
 
 
 @pytest.mark.smoke
-def test_a_file_has_only_the_rows_behind_its_parents(tmp_path: Path) -> None:
+def test_a_file_has_only_the_rows_after_its_parents(tmp_path: Path) -> None:
     for prompt in (FIRST, SECOND):
         _ = cached_tokens(opened(tmp_path), prompt, 2)
     by_rows = {_description(path)["rows"]: _description(path) for path in files(tmp_path)}
@@ -101,7 +99,7 @@ def test_a_drafting_request_reads_all_of_a_prompt_that_plain_ones_left(tmp_path:
     assert cached == [300, 300]
 
 
-def test_a_drafting_turn_continues_behind_rows_of_plain_ones(tmp_path: Path) -> None:
+def test_a_drafting_turn_continues_after_rows_of_plain_ones(tmp_path: Path) -> None:
     """The file of the drafting turn has all rows of the head, and the parent's has none."""
     _ = cached_tokens(opened(tmp_path), FIRST, 0)
     assert cached_tokens(opened(tmp_path), SECOND, 2) == 0

@@ -136,7 +136,7 @@ def _without_the_last(folder: Path) -> None:
 @pytest.mark.parametrize("change", [_lost, _damaged, _without_the_last])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_stage_without_its_files_fails_no_answer(stage: int, change: Any, tmp_path: Path) -> None:
-    """Whatever one stage lost, the request begins behind a prefix that both have, or behind none;
+    """Whatever one stage lost, the request begins after a prefix that both have, or after none;
     afterwards both have all of it."""
     folders = tmp_path / "first", tmp_path / "second"
     cached: list[int] = []

@@ -142,7 +142,7 @@ def new_store() -> PrefixStore:
 
 
 def _keep(cache: PrefixCache, prompt: list[int], *, drafts: bool = False) -> None:
-    """Caches states behind each forward but the last of a prompt."""
+    """Caches states after each forward but the last of a prompt."""
     rows: Any = KVCache()
     state: Any = ArraysCache(1)
     path = PromptPath(prompt, _ends(prompt)).inner

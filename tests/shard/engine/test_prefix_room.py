@@ -50,7 +50,7 @@ def drive(served: TextEngine, engine_request: Parameters, room: int) -> tuple[li
 
 
 def converse(rows: int, k: int, turns: int = 3) -> tuple[TextEngine, list[int], list[int]]:
-    """The engine behind a conversation that begins with `rows` rows, its last prompt, and the
+    """The engine after a conversation that begins with `rows` rows, its last prompt, and the
     tokens that each turn did not read; each answer is the cold one."""
     warm, talk, ids_so_far, cached = tight(k), turn(rows, rows), list[int](), list[int]()
     for number in range(turns):

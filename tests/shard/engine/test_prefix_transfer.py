@@ -189,7 +189,7 @@ def test_a_changed_byte_anywhere_is_noticed() -> None:
 def test_a_state_that_does_not_fit_the_model_costs_no_answer(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Such as one whose rows are missing in a layer, behind checksums that fit."""
+    """Such as one whose rows are missing in a layer, after checksums that fit."""
     source, target = engine_in_memory(), engine_in_memory()
     engine_request = request(FIRST, 2, TOKENS)
     _ = answer(source, engine_request)

@@ -18,7 +18,7 @@ from exo_node.shard.engine.answers.events import AnswerEnd, Delta
 
 
 def scores_of(served: Any, **changes: Any) -> tuple[list[TokenLogprobs], list[int], AnswerEnd]:
-    """The entries of a prompt, the rows behind each part of them, and the answer's end."""
+    """The entries of a prompt, the rows after each part of them, and the answer's end."""
     fields = {"top_logprobs": 3, "prompt_logprobs": True} | changes
     entries, rows = list[TokenLogprobs](), list[int]()
     events = list(served.generate(request(FIRST, fields.pop("k", 0), 4, **fields)))
@@ -59,7 +59,7 @@ def test_no_forward_has_more_rows_than_its_logits_may(monkeypatch: pytest.Monkey
     assert rows == [*range(64, 300, 64), len(SYSTEM), len(FIRST)]
 
 
-def test_a_prompt_with_scores_begins_behind_no_prefix_and_leaves_none() -> None:
+def test_a_prompt_with_scores_begins_after_no_prefix_and_leaves_none() -> None:
     """Its forwards end elsewhere, and rows from the cache have no logits."""
     served = engine(room=ROOM)
     plain, _, _ = scores_of(served, prompt_logprobs=False)

@@ -45,7 +45,7 @@ def answers(rounds: Sequence[Round]) -> list[tuple[object, ...]]:
 def rows_of_forwards(
     text_engine: TextEngine, engine_request: Parameters, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[tuple[Round, ...], list[int]]:
-    """The rounds of the answer, and the rows of each forward behind the prompt's."""
+    """The rounds of the answer, and the rows of each forward after the prompt's."""
     rows: list[int] = []
     forward = text_engine._target.forward_batch
 
@@ -104,7 +104,7 @@ def test_a_rebuilt_state_that_lacks_a_row_is_seen(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("rounds", [1, 5, 40])
 @pytest.mark.parametrize("reason", ["length", "stop"])
 def test_a_log_of_a_whole_answer_ends_as_that_did(reason: str, rounds: int) -> None:
-    """Its runner went away behind the last round, before it had told the end."""
+    """Its runner went away after the last round, before it had told the end."""
     table, ending = random_table(5, 1), rounds if reason == "stop" else 1000
     budget = rounds if reason == "length" else 1000
     whole = tell(table, ending=EndAt(ending), max_tokens=budget)

@@ -65,7 +65,7 @@ def test_it_drafts_as_before_in_strict_mode_and_at_times(
     assert answer(runner(rows, at_times=at_times), again).rounds == expected[cut:]
 
 
-def test_a_prompt_that_begins_like_a_kept_one_is_read_behind_that() -> None:
+def test_a_prompt_that_begins_like_a_kept_one_is_read_after_it() -> None:
     expected, warm = answer(runner(), parameters(LONG)).rounds, runner()
     _ = answer(warm, parameters([*LONG[:320], 5, 6]))
     rest = answer(warm, parameters(LONG, attempt=2, replay=expected[:9]))

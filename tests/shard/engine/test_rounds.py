@@ -155,7 +155,7 @@ SAMPLINGS = [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, se
 
 @pytest.mark.parametrize("k", [0, 1, 2, 3])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_a_replay_from_any_cut_goes_on_with_the_same_rounds(k: int, sampling: Sampling) -> None:
+def test_a_replay_from_any_cut_continues_with_the_same_rounds(k: int, sampling: Sampling) -> None:
     def run(replay: tuple[Round, ...] = ()) -> TableAnswer:
         return drafted(k, sampling=sampling, replay=replay, ending=EndAt(10))
 
@@ -171,7 +171,7 @@ def test_a_replay_from_any_cut_goes_on_with_the_same_rounds(k: int, sampling: Sa
 @pytest.mark.parametrize("k", [0, 2])
 @pytest.mark.parametrize("count", [1, 10, BUDGET])
 def test_a_replay_of_a_whole_answer_ends_without_another_token(k: int, count: int) -> None:
-    """Its entry node lost the runner behind the last round and before the end."""
+    """Its entry node lost the runner after the last round and before the end."""
     log = drafted(k, ending=EndAt(count)).rounds
     for end, budget in ((count, 100), (100, count)):
         rest = drafted(k, replay=log, ending=EndAt(end), max_tokens=budget)

@@ -158,7 +158,7 @@ def test_the_rounds_are_those_that_wait_for_each_other(k: int) -> None:
 
 @pytest.mark.parametrize("count", range(1, 14))
 def test_an_answer_ends_where_it_would_have(count: int) -> None:
-    """At its budget, and within a round behind which the next one runs already."""
+    """At its budget, and within a round after which the next one runs already."""
     stopped, full = tell(3, stop_condition=EndAt(count)), tell(3, max_tokens=count)
     assert stopped.ids == full.ids == plain()[:count]
     assert (stopped.end, full.end) == ("stop", "length")
@@ -196,7 +196,7 @@ def test_its_state_fits_the_answer_whenever_it_is_taken_out(steps: int) -> None:
 
 
 @pytest.mark.parametrize("k", [0, 2])
-def test_a_prompt_is_read_while_an_answer_goes_on(k: int) -> None:
+def test_a_prompt_is_read_while_an_answer_continues(k: int) -> None:
     engine = engine_with(Bigrams(plain()), runs_ahead=True)
     answer = answer_of(engine, k, 200)
     while len(answer.rounds) < 6:
@@ -224,7 +224,7 @@ def test_no_two_rounds_share_their_noise() -> None:
     assert len(set(sampler.names)) == len(sampler.names)
 
 
-def test_a_head_that_breaks_is_parked_and_the_answer_goes_on() -> None:
+def test_a_head_that_breaks_is_parked_and_the_answer_continues() -> None:
     result = tell(2, head=Bigrams(plain(), broken=plain()[12]))
     assert result.ids == plain()
     assert result.request.drafts.parked_at is not None

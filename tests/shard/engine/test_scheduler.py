@@ -354,7 +354,7 @@ def test_a_group_of_too_many_is_parted_when_others_end() -> None:
     assert sorted(map(sorted, rounds(sched, live, []))) == [[0], [2]]
 
 
-def test_a_member_joins_behind_the_round_in_flight() -> None:
+def test_a_member_joins_after_the_round_in_flight() -> None:
     sched, live, flights = over(2), [request(), request()], list[Flight]()
     _ = rounds(sched, live, flights)
     live.append(request())
@@ -375,7 +375,7 @@ def test_as_many_chunks_as_keep_all_stages_busy_are_under_way() -> None:
     assert isinstance(sched.plan(live, flights, in_prefill=False), Prefill)
 
 
-def test_a_forward_that_was_begun_here_goes_on_whatever_is_under_way() -> None:
+def test_a_forward_that_was_begun_here_continues_whatever_is_under_way() -> None:
     live = [reader()]
     flights = [chunk(live[0]) for _ in range(3)]
     assert over(2).plan(live, flights, in_prefill=True) == ContinuePrefill()

@@ -84,7 +84,7 @@ def test_a_fault_of_a_shared_forward_ends_no_answer(
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("loss", ["freed", "replaced", "later attempt"])
-def test_where_a_stage_refuses_one_the_others_of_the_forward_go_on_by_another_attempt(
+def test_where_a_stage_refuses_one_the_others_of_the_forward_continue_by_another_attempt(
     loss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some stages have a row of theirs that others have not."""

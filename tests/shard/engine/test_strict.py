@@ -59,7 +59,7 @@ class Scripted:
         return ids[..., None]
 
     def _head(self, hidden: mx.array, embedding: mx.array, cache: Any) -> mx.array:
-        """The position behind the token that each row is told of."""
+        """The position after the token that each row is told of."""
         begin, rows = cache.offset, embedding[:, None].astype(mx.float32)
         _ = cache.update_and_fetch(rows, rows)
         return mx.arange(begin + 2, begin + 2 + hidden.shape[1])[None, :, None]
@@ -133,7 +133,7 @@ def test_drafts_change_the_answer_without_strict_and_never_with_it(
 
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("k", [0, 2])
-def test_rows_do_not_see_the_padding_behind_them(
+def test_rows_do_not_see_the_padding_after_them(
     name: str, k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Masks are causal: nothing of a later row flows into an earlier one."""

@@ -116,7 +116,7 @@ def test_copies_in_a_batch_change_no_answer(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "llama with windows"])
-def test_copies_behind_a_cached_prefix_and_a_resumed_answer_change_nothing(kind: str) -> None:
+def test_copies_after_a_cached_prefix_and_a_resumed_answer_change_nothing(kind: str) -> None:
     served = copying(kind, prefix_cache_bytes=1 << 26)
     engine_request, plain = repeated(served, 10)
     again = answer(served, engine_request)

@@ -91,7 +91,7 @@ def test_a_number_does_not_depend_on_other_rows_or_columns(library: Any, tb: boo
         assert mx.array_equal(part, whole[-rows:, :columns]), (rows, columns)
 
 
-def test_zeros_behind_a_row_change_nothing(library: Any) -> None:
+def test_zeros_after_a_row_change_nothing(library: Any) -> None:
     """A batch's attention reads further than a request has rows; what is there counts nothing."""
     a, b = mx.random.normal((2, 19), key=mx.random.key(2)), mx.random.normal((19, 24))
     longer = mx.pad(a, [(0, 0), (0, 13)]), mx.concatenate([b, mx.random.normal((13, 24))])

@@ -70,7 +70,7 @@ def test_a_layers_rows_are_those_of_plain_operations_and_of_single_steps(
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("sizes", DELTAS, ids=str)
-def test_a_kernel_goes_on_from_the_row_that_each_request_keeps(
+def test_a_kernel_continues_from_the_row_that_each_request_keeps(
     sizes: gated_delta.Sizes,
 ) -> None:
     case, kernel = delta_case(sizes, batch=2, rows=5), gated_delta.GatedDelta(sizes)

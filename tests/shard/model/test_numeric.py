@@ -58,7 +58,7 @@ def test_the_first_token_without_a_distribution_ends_the_answer(
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
-def test_rows_behind_a_draft_that_falls_do_not_matter(k: int) -> None:
+def test_rows_after_a_draft_that_falls_do_not_matter(k: int) -> None:
     """The target is no distribution after tokens that it never chooses itself."""
     plain = tell(TARGET).ids
     table = np.full_like(TARGET, np.nan)
@@ -86,7 +86,7 @@ def test_a_head_without_a_distribution_is_asked_no_more(
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
-def test_answers_together_go_on_without_a_head_that_broke(runs_ahead: bool) -> None:
+def test_answers_together_continue_without_a_head_that_broke(runs_ahead: bool) -> None:
     """Also when it is alone again, after the others have ended."""
     draft = TARGET.copy()
     draft[8:] = np.nan

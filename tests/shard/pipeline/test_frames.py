@@ -150,14 +150,14 @@ MUTATIONS: list[tuple[str, object]] = [
     ("hidden.tokens", [1, 2, 3, 4]),
     ("hidden.tokens", [1, 2, 50]),
     ("hidden.tokens", [1, 2, 2**31 - 1]),
-    ("hidden.places", [0] * 9),  # of rows behind a prompt
+    ("hidden.places", [0] * 9),  # of rows after a prompt
     ("hidden.reply", 0),
     ("hidden.reply", 3),
     ("hidden.reply", 5),
     ("hidden.members", []),
     ("hidden.border", pb.BORDER_KEPT),
 ]
-# Frames behind the first carry no tokens, so an offset that is off shows there first.
+# Frames after the first carry no tokens, so an offset that is off shows there first.
 NAMED_INSTEAD = {"hidden.offset": "hidden.tokens"}
 
 

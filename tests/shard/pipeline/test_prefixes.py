@@ -117,7 +117,7 @@ def test_where_a_stage_evicted_all_read_again_and_keep_it_again(evicts: int) -> 
 
 
 @pytest.mark.smoke
-def test_they_begin_behind_the_most_that_all_of_them_have() -> None:
+def test_they_begin_after_the_most_that_all_of_them_have() -> None:
     warm = pipeline()
     _ = ask(warm, SECOND)
     first, last = (cache_of_stage(worker) for worker in warm.workers)
@@ -129,7 +129,7 @@ def test_they_begin_behind_the_most_that_all_of_them_have() -> None:
 
 
 def evict(cache: PrefixCache, rows: int) -> None:
-    """The state behind so many rows."""
+    """The state after so many rows."""
     for node in held_prefixes.nodes(cache):
         if node.end == rows:
             cache._evict(node)  # pyright: ignore[reportPrivateUsage]
@@ -165,12 +165,12 @@ def test_what_goes_between_the_question_and_the_first_block_begins_the_answer_an
     assert ask(warm, SECOND) == 460
 
 
-def test_the_generator_alone_decides_where_it_goes_on() -> None:
+def test_the_generator_alone_decides_where_it_continues() -> None:
     warm = pipeline(1, ROOM, ROOM)
     assert [ask(warm, prompt) for prompt in (FIRST, SECOND, SECOND)] == [0, 0, 0]
 
 
-def test_a_resume_on_stages_that_live_goes_on_behind_the_prefix() -> None:
+def test_a_resume_on_stages_that_live_continues_after_the_prefix() -> None:
     """Starts another attempt, as if the link broke or the head changed."""
     warm = pipeline()
     _ = ask(warm, FIRST)

@@ -46,7 +46,7 @@ def test_a_prompt_is_read_again_by_all_stages(
 def test_a_log_of_rejected_drafts_is_repeated_on_every_stage(
     pipeline: Pipeline, after: int
 ) -> None:
-    """A stage that was lost behind such forwards leaves rows of no answer on the others."""
+    """A stage that was lost after such forwards leaves rows of no answer on the others."""
     prompt = PROMPT[:CHUNK]
     first = pipeline.rounds(prompt, FEW)[0]
     rejected = Round((first.tokens[0],), 2, 0, Forward(len(prompt), 3), first.logprobs)

@@ -86,7 +86,7 @@ def test_penalties_count_the_tokens_of_the_earlier_attempt(engines: dict[str, Te
 
 
 def test_recorded_forwards_are_repeated_by_blocks_that_say_which() -> None:
-    """Each is answered with word that it was computed; a row behind the last of them is not."""
+    """Each is answered with word that it was computed; a row after the last of them is not."""
     frames: list[pb.Frame] = []
     engine = split(frames.append).engine
     first = undisturbed(engine, 0)
@@ -119,7 +119,7 @@ def test_a_stage_that_computed_recorded_forwards_as_one_would_change_the_numbers
 
 
 @pytest.mark.parametrize("cut", [2, 9])
-def test_stages_go_on_from_drafts_of_a_whole_model_as_it_does(
+def test_stages_continue_from_drafts_of_a_whole_model_as_it_does(
     engines: dict[str, TextEngine], cut: int
 ) -> None:
     """Rows that were rejected are written, and taken back, on each of them."""
@@ -147,7 +147,7 @@ def expected(pipeline: Pipeline) -> tuple[Round, ...]:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("lost", [(1,), (2,), (1, 2), (0,), (0, 1, 2)])
-def test_an_answer_goes_on_when_stages_were_lost(
+def test_an_answer_continues_when_stages_were_lost(
     pipeline: Pipeline, expected: tuple[Round, ...], lost: tuple[int, ...]
 ) -> None:
     name = "lost-" + "-".join(map(str, lost))

@@ -247,7 +247,7 @@ async def test_what_fails_of_one_member_leaves_the_others_their_rows(ring: Ring)
 async def test_what_the_generator_found_of_a_member_itself_stays_what_went_wrong_with_it(
     ring: Ring, is_lost: bool
 ) -> None:
-    """It is told to the trip behind `send`, before or after the loop's turn."""
+    """It is told to the trip after `send`, before or after the loop's turn."""
     if is_lost:
         ring.lose(PeerLost("gone"))
     trip, own = ring.send(block(A, B)), NumericError("no numbers")

@@ -244,7 +244,7 @@ def test_requests_that_run_are_not_forgotten_for_those_that_ended(
 
 
 def repeats(request: str, position: int, *forwards: tuple[int, int]) -> HiddenBlock:
-    """Forwards of (rows, kept) behind `position` rows. Rows that do not stay are zeros."""
+    """Forwards of (rows, kept) after `position` rows. Rows that do not stay are zeros."""
     data = b""
     for rows, count in forwards:
         data += rows_of(request, position, count) + bytes((rows - count) * ROW)
@@ -391,7 +391,7 @@ def test_a_middle_stage_passes_every_row_on(model: StageModel) -> None:
 
 
 def alone(model: StageModel, request: str, rows: int, count: int) -> list[bytes]:
-    """The rows of rounds behind so many rows, shared with nobody."""
+    """The rows of rounds after so many rows, shared with nobody."""
     stage = Stage(model)
     stage.begin(**{request: rows})
     return [stage.round((request, rows + at))[0] for at in range(count)]
@@ -453,7 +453,7 @@ def test_whoever_shares_rounds_in_whatever_order_each_has_its_own_rows(model: St
     assert (stage.worker.live_requests, stage.worker.cache_bytes()) == (0, 0)
 
 
-def test_a_request_goes_on_by_itself_after_a_round_that_was_shared(model: StageModel) -> None:
+def test_a_request_continues_by_itself_after_a_round_that_was_shared(model: StageModel) -> None:
     stage, plain = Stage(model), Stage(model)
     for each in (stage, plain):
         each.begin(r1=5, r2=2)
@@ -659,7 +659,7 @@ def with_nan(block_in: HiddenBlock, row: int) -> HiddenBlock:
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
-def test_numbers_that_are_none_are_told_of_their_request_and_the_others_rows_go_on(
+def test_numbers_that_are_none_are_told_of_their_request_and_the_others_rows_continue(
     model: StageModel, bad: int
 ) -> None:
     for stage in (Stage(model), middle_of(model)):
@@ -712,7 +712,7 @@ def test_nothing_leaves_of_one_request_whose_numbers_are_none(
 
 
 @pytest.mark.parametrize("is_round", [False, True])
-def test_nobody_goes_on_from_what_was_kept_where_numbers_are_none(
+def test_nobody_continues_from_what_was_kept_where_numbers_are_none(
     model: StageModel, *, is_round: bool
 ) -> None:
     """A damaged layer's kept states may be none as well."""

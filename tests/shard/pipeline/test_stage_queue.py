@@ -49,7 +49,7 @@ def test_rounds_pass_the_chunks_that_wait() -> None:
     assert stage.run() == "P0 a bc P1 P2"
 
 
-def test_a_prompt_has_its_turn_behind_one_row_of_each_answer() -> None:
+def test_a_prompt_has_its_turn_after_one_row_of_each_answer() -> None:
     stage = Stage()
     stage.chunk("P0", "p")
     stage.chunk("P1", "p")
@@ -197,7 +197,7 @@ def test_whatever_comes_orders_are_kept_and_nobody_waits_for_two_chunks(
 
 
 @given(st.lists(st.sampled_from(["add", "run"]), max_size=60))
-def test_prompts_go_on_however_many_rounds_come(events: Iterable[str]) -> None:
+def test_prompts_continue_however_many_rounds_come(events: Iterable[str]) -> None:
     """Answers whose next row is here as soon as the last one was computed leave them a turn."""
     stage = Stage()
     for number in range(20):

@@ -90,7 +90,7 @@ def generated(**fields: Any) -> tuple[Parameters, pb.Started]:
 
 
 def computed(events: Iterable[EngineEvent], **fields: Any) -> list[pb.GenerateEvent]:
-    """The events behind the first, where the engine gives these."""
+    """The events after the first, where the engine gives these."""
 
     def drive(_: Any, engine_request: Parameters, deliver: Put, on_end: Put) -> Any:
         del engine_request
@@ -207,7 +207,7 @@ def test_an_answer_of_any_length_comes_whole_to_a_reader_that_keeps_reading() ->
     assert events[-1].finished.reason == "length"
 
 
-def test_a_resumed_answer_goes_on_in_the_part_that_it_was_in() -> None:
+def test_a_resumed_answer_continues_in_the_part_that_it_was_in() -> None:
     """The prompt opens the reasoning, which the attempt before has closed."""
     new = Delta(Round((5,), 0, 0, Forward(9, 1, 1)), " there")
     retold, delta = computed([RebuiltText(1, 1, "Hm.</think>\n\nHello"), new], **CHAT)

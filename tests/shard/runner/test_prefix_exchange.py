@@ -125,7 +125,7 @@ def source() -> Any:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("k", [0, 1, 2, 3])
-def test_an_answer_begins_behind_the_state_of_another_runner(
+def test_an_answer_begins_after_the_state_of_another_runner(
     k: int, source: Runner, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def story(target: Runner, wire: pb.PrefixSource) -> None:

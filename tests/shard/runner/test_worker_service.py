@@ -1,4 +1,4 @@
-"""A stage behind the generator: what comes of the frames of one stream, here, on and back up."""
+"""A stage after the generator: what comes of the frames of one stream, here, on and back up."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -191,7 +191,7 @@ def test_no_more_rounds_are_read_than_may_wait() -> None:
     assert len(ends) == ROWS_AHEAD + 5
 
 
-def test_a_block_of_several_requests_goes_on_as_one() -> None:
+def test_a_block_of_several_requests_continues_as_one() -> None:
     stage = Stage()
     assert stage.take(frames_of(a_round("a", "b", "c"))) == []
     (frame,) = stage.following.frames
@@ -200,7 +200,7 @@ def test_a_block_of_several_requests_goes_on_as_one() -> None:
     assert stage.worker.log == [("a", 1), ("b", 1), ("c", 1)]
 
 
-def test_what_went_wrong_with_one_member_is_told_and_the_block_goes_on() -> None:
+def test_what_went_wrong_with_one_member_is_told_and_the_block_continues() -> None:
     stage = Stage()
     stage.worker.faults["b", 1] = StateLost("no numbers")
     assert failures(stage.take(frames_of(a_round("a", "b", "c")))) == {"b": StateLost("").code}
@@ -251,7 +251,7 @@ def test_a_frame_of_a_kind_that_only_the_generator_takes_is_refused(kind: str) -
     assert [frame.failure.param for frame in up] == ["kind"]
 
 
-def test_a_question_goes_on_with_what_this_stage_keeps() -> None:
+def test_a_question_continues_with_what_this_stage_keeps() -> None:
     stage = Stage()
     query = pb.PrefixQuery(tokens=[1, 2, 3], schedule=[2, 1], held=[2, 3])
     assert stage.take([word("r1", prefix=query)]) == []

@@ -109,7 +109,7 @@ TEXTS = st.one_of(st.lists(st.sampled_from(PIECES), max_size=12).map("".join), s
     sizes=st.lists(st.integers(0, 9), max_size=40),
     stopped=st.booleans(),
 )
-def test_any_text_behind_a_mark_is_read_alike_at_any_division(
+def test_any_text_after_a_mark_is_read_alike_at_any_division(
     call_format: str, text: str, sizes: list[int], stopped: bool
 ) -> None:
     assert_same(call_format, MARKS.get(call_format, "") + text, sizes, stopped=stopped)

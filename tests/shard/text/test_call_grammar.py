@@ -140,7 +140,7 @@ def test_anything_else_is_not(kind: str) -> None:
     assert after(kind, f"{text}\n{text}", parallel=False) == "never"
 
 
-def test_deepseeks_v3_writes_a_fence_and_its_calls_one_behind_the_other() -> None:
+def test_deepseeks_v3_writes_a_fence_and_its_calls_one_after_the_other() -> None:
     wrapper = tokenizer("", *DEEPSEEK)
     wrapper.chat_template = "… ```json …"
     assert behind(wrapper, V3) == "ends"

@@ -265,7 +265,7 @@ def test_a_value_that_is_no_string_comes_when_it_is_complete() -> None:
 
 
 @pytest.mark.parametrize("kind", SPELLINGS)
-def test_an_attempt_that_goes_on_hands_out_only_what_is_new(kind: str) -> None:
+def test_an_attempt_that_continues_hands_out_only_what_is_new(kind: str) -> None:
     """At every border: both attempts together are the call, with nothing twice or lost."""
     fields = {**LONG, "content": 'print("é")\n' * 3, "edits": [{"a": 1}], "note": "n"}
     text = spoken(kind, fields)

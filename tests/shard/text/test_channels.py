@@ -122,7 +122,7 @@ def test_reasoning_content_and_calls_are_told_apart_at_any_division(
 
 
 @pytest.mark.parametrize("family", SPOKEN)
-def test_an_attempt_that_goes_on_says_only_what_is_new(family: str) -> None:
+def test_an_attempt_that_continues_says_only_what_is_new(family: str) -> None:
     """At every border: both halves together are the answer."""
     text = SPOKEN[family]
     whole = deliver(family, list(text))
@@ -158,7 +158,7 @@ def test_a_call_that_was_cut_off_is_content_and_nothing_is_lost(family: str, cut
     assert "Ulm" in answer.content
 
 
-def test_a_marker_that_begins_a_call_is_content_where_the_answer_ends_behind_it() -> None:
+def test_a_marker_that_begins_a_call_is_content_where_the_answer_ends_after_it() -> None:
     for stopped in (False, True):
         answer = deliver("qwen", ["</think>\n\nI look.", "<tool_call>"], stopped=stopped)
         assert (answer.content, answer.calls) == ("I look.<tool_call>", [])

@@ -45,7 +45,7 @@ def behind(grammar: TokenGrammar, tokens: list[int]) -> TokenGrammar:
     return grammar
 
 
-def test_only_what_goes_on_with_the_text_may_follow() -> None:
+def test_only_what_continues_with_the_text_may_follow() -> None:
     allowed_ids = allowed(compiled().masks([])[0])
     texts = {CODEC.decode([token]) for token in allowed_ids}
     assert texts == {t for t in ("y", "ye", "yes", "n", "no") if len(ids(t)) == 1}
@@ -63,7 +63,7 @@ def test_masks_of_drafts_are_those_of_the_same_committed_tokens(count: int) -> N
     assert grammar.masks([]) == rows[:1], "looking ahead leaves no trace"
 
 
-def test_behind_a_draft_that_falls_rows_are_free_and_the_grammar_goes_on() -> None:
+def test_after_a_draft_that_falls_rows_are_free_and_the_grammar_continues() -> None:
     grammar = compiled()
     wrong = ids("maybe")
     first, *rest = grammar.masks([ENDS[0], *wrong])
@@ -117,7 +117,7 @@ def test_reasoning_that_several_ids_end_ends_with_all_of_them_in_a_row() -> None
         assert grammar.masks([]) == (first_masks if over else free)
 
 
-def test_behind_no_token_the_answer_is_over() -> None:
+def test_after_no_token_the_answer_is_over() -> None:
     grammar = compiled()
     grammar.take([NO_TOKEN])
     assert grammar.masks([5]) == [None, None] and not grammar.failed

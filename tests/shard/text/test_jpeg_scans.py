@@ -38,7 +38,7 @@ def test_the_larger_an_image_the_fewer_scans_it_may_have() -> None:
         require_few_scans(of_scans(17), MAX_SCANNED_PIXELS // 16)
 
 
-def test_scans_behind_the_end_and_within_metadata_do_not_count() -> None:
+def test_scans_after_the_end_and_within_metadata_do_not_count() -> None:
     """As in the preview of a camera, and in the film behind a telephone's moving photo."""
     file = progressive()
     film = b"\x00\x02" + (SCAN + b"\x00\x02") * 200

@@ -19,7 +19,7 @@ ENDS = frozenset(CODEC.end_tokens)
 TEXTS = {token: CODEC.decode([token]) for token in range(4096)}
 MOST = 400
 Taste = Callable[[str, str], float]
-"""How much a model wants a token's text behind the text so far."""
+"""How much a model wants a token's text after the text so far."""
 
 
 def digits(_: str, text: str) -> float:

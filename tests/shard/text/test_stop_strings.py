@@ -44,7 +44,7 @@ def test_a_stop_string_does_not_end_reasoning(text: str, end: str) -> None:
     assert run(text, "END", prompt=OPENED) == (end, "END" if end != text else "")
 
 
-def test_line_breaks_behind_reasoning_are_the_templates_and_end_nothing() -> None:
+def test_line_breaks_after_reasoning_are_the_templates_and_end_nothing() -> None:
     text = "hm\n\nso</think>\n\nYes.\n\nMore."
     for stop in ("\n", "\n\n"):
         assert run(text, stop, prompt=OPENED) == ("hm\n\nso</think>\n\nYes.", stop)

@@ -51,7 +51,7 @@ def test_streamed_text_is_the_text_that_was_encoded(text: str) -> None:
     assert streamed(ids_of(text)) == (text, len(ids_of(text)), False)
 
 
-def test_what_goes_on_in_a_text_keeps_the_space_that_begins_it() -> None:
+def test_what_continues_in_a_text_keeps_the_space_that_begins_it() -> None:
     beginning, whole = ids_of("Once upon"), ids_of("Once upon a time")
     assert whole[: len(beginning)] == beginning, "the rest must be ids of its own for this test"
     for continues, text in ((True, " a time"), (False, "a time")):
@@ -60,7 +60,7 @@ def test_what_goes_on_in_a_text_keeps_the_space_that_begins_it() -> None:
         assert stream.take() + stream.finish() == text
 
 
-def test_a_sentencepiece_text_goes_on_with_its_space_too() -> None:
+def test_a_sentencepiece_text_continues_with_its_space_too() -> None:
     pieces = ["\u2581a", "\u2581time"]
     vocabulary: Any = _Pieces(pieces)
     for continues, text in ((True, " a time"), (False, "a time")):
@@ -83,7 +83,7 @@ def test_an_end_token_ends_the_answer_and_is_not_in_its_text() -> None:
         assert streamed([*ids, end, *ids]) == ("Hello there", len(ids) + 1, True)
 
 
-def test_ignoring_the_end_goes_on_past_it() -> None:
+def test_ignoring_the_end_continues_past_it() -> None:
     stream = CODEC.stream(StopStrings(()), ignore_end=True)
     ids = ids_of("Hello")
     assert [stream.push(token) for token in [*ids, IM_END, *ids]] == [None] * (2 * len(ids) + 1)

@@ -1,5 +1,5 @@
 """The prompts of a chat's turns are read by the same forwards in every family, so that the next one
-begins behind the first's rows."""
+begins after the first's rows."""
 
 import json
 import shutil
