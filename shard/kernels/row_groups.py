@@ -33,6 +33,10 @@ class ProductKind:
     stored: str = ""
     """How its weights are quantised; empty if they are not."""
 
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.inputs, self.outputs
+
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("mlx.core.")
         return f"product of {self.inputs} to {self.outputs}, {kind}{self.stored}"
@@ -132,11 +136,11 @@ def group_rows(modules: Sequence[nn.Module], dtype: mx.Dtype) -> tuple[KernelCho
         return ()
     kinds = group_modules(modules, partial(_kind_of, dtype=dtype))
     # Embeddings are a product where they serve as the lm_head, in place of a layer of their size.
-    linear = {kind.outputs for kind in kinds if not issubclass(kind.layer, _EMBEDDINGS)}
+    linear = {kind.size for kind in kinds if not issubclass(kind.layer, _EMBEDDINGS)}
     products = {
         kind: layers
         for kind, layers in kinds.items()
-        if not issubclass(kind.layer, _EMBEDDINGS) or kind.outputs not in linear
+        if not issubclass(kind.layer, _EMBEDDINGS) or kind.size not in linear
     }
     choices = (_group(kind, layers) for kind, layers in products.items())
     return tuple(choice for choice in choices if choice is not None)

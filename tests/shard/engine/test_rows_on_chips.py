@@ -20,12 +20,18 @@ from forced_copies import FixedLength, force
 from mlx import nn
 from readers import GREEDY, SEEDED, Reader, prompt, together
 from small import small_spec
+from zoo import tiny_config
+from zoo_runs import small
 
+from exo_node.mtp.families.table import family_of
+from exo_node.mtp.probe import Subject, greedy_identity
+from exo_node.mtp.targets import FamilyTarget, WholeTarget
 from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.kernels import row_groups, row_sets
 from exo_node.shard.kernels.install import used
 from exo_node.shard.kernels.row_groups import group_rows
 from exo_node.shard.model.load import Loaded
+from exo_node.shard.model.stage_model import StageModel
 
 CONTEXT = 1000
 """Below the first border of attention, 1,024 keys."""
@@ -77,8 +83,8 @@ def load_on(precision: str) -> Loaded:
         loaded = load_quietly(spec_of(precision))
     nn.quantize(loaded.model.model, group_size=32, bits=4)
     mx.eval(loaded.model.model.parameters())
-    modules = loaded.model.own_modules(outer=True)
-    return replace(loaded, kernels=group_rows(modules, mx.bfloat16))
+    groups = group_rows(loaded.model.own_modules(outer=True), mx.bfloat16)
+    return replace(loaded, kernels=groups)
 
 
 @pytest.fixture(scope="module", params=PLACES, ids=NAMES)
@@ -158,6 +164,17 @@ def _differs_in_batch(served: OnChip, plain: Sequence[Sequence[int]], k: int) ->
     return [tuple(r.ids) != tuple(plain[i])[: len(r.ids)] for i, r in enumerate(readers)]
 
 
+def test_prompts_of_unlike_lengths_are_not_read_together(served: OnChip) -> None:
+    """Products compute 65 rows and more of one request as one call, padding included."""
+    prompts = [prompt(1, 100), prompt(2, 20), prompt(3, 70)]
+    engine = served.engine()
+    engine.measurements.batch_identity = "bitwise"
+    readers = [Reader(asked(each)) for each in prompts]
+    together(engine, readers)
+    for reader, rows in zip(readers, prompts, strict=True):
+        assert tuple(reader.ids) == served.alone(rows).ids
+
+
 def test_copies_change_no_token(served: OnChip) -> None:
     body = served.alone(prompt(1)).ids
     rows = [*prompt(1), *body, *prompt(1)]
@@ -183,3 +200,31 @@ def test_kernels_say_which_products_are_grouped(served: OnChip) -> None:
     grouped = [each for each in served.loaded.kernels if each.kernel == row_groups.NAME]
     assert grouped and all(each.used for each in grouped)
     assert row_groups.NAME in used(served.loaded.kernels)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "qwen2", "qwen3_moe", "gemma3_text", "gpt_oss", "cohere", "phi3", "nemotron_h"],
+)
+def test_other_classes_are_exact_too(name: str) -> None:
+    """With biases, experts, windows, tied embeddings and recurrent layers."""
+    assert identity_of(name, grouped=True) == "bitwise"
+    assert identity_of(name, grouped=False) == "near_tie"
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_a_router_that_is_no_linear_layer_is_not_grouped_and_seen(name: str) -> None:
+    assert identity_of(name, grouped=True) == "near_tie"
+
+
+def identity_of(name: str, *, grouped: bool) -> str:
+    """`greedy_identity` of a tiny model of mlx-lm's class on M3 Max."""
+    with on_chip(M3_MAX), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_sets, "VALUES", 64)
+        model: Any = small({**tiny_config(name), "vocab_size": 160})
+        stage = StageModel(model, 0, len(model.layers))
+        if grouped:
+            assert group_rows(stage.own_modules(outer=True), mx.float32)
+        family = family_of(model)
+        target = WholeTarget(model) if family is None else FamilyTarget(family)
+        return greedy_identity(Subject(target, stage.make_caches, 160, CONTEXT, lambda: 0.0), 3)
