@@ -128,7 +128,9 @@ def _exactness(result: SharedResult) -> str:
     parts = ", ".join(f"{name} {finding}" for name, finding in identity.parts.items())
     text = identity.verdict.replace("_", " ") if identity.verdict else parts
     floor = identity.floor or 1
-    return f"{text}, from {floor} rows" if floor > 1 else text
+    text = f"{text}, from {floor} rows" if floor > 1 else text
+    grouped = identity.products_from
+    return f"{text}, products from {grouped} rows" if grouped else text
 
 
 def _figure(spread: Spread | None, unit: str) -> str:

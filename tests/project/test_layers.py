@@ -56,8 +56,8 @@ ROOMS: dict[str, str] = {
         "shard/engine shard/engine/states shard/model shard/kernels shard/text shard/tools"
     ),
     "shard/tools/share": (
-        "placement proto mtp shard/engine shard/engine/answers shard/model shard/tools "
-        "shard/tools/verify"
+        "placement proto mtp shard/engine shard/engine/answers shard/model shard/kernels "
+        "shard/tools shard/tools/verify"
     ),
     "node/machine": "placement shard/checkpoint shard/kernels",
     "node/trust": "placement node/machine",

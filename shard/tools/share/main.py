@@ -5,7 +5,7 @@ Started as `python -P -m exo_node.shard.tools.share.main`. Notes go to stderr.
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, cast
 
@@ -98,12 +98,26 @@ def result_of(
             verdict=verdict_of(checks) if whole else None,
             parts={check.name: check.finding for check in checks},
             floor=blocks.get("floor"),
+            products_from=products_floor(
+                module for _, module in loaded.model.model.named_modules()
+            ),
             greedy=cast("Any", measured.identity),
             batch=cast("Any", measured.batch_identity),
             copies=not engine.lookup.off_reason,
         ),
         speed=speed,
     )
+
+
+def products_floor(modules: Iterable[object]) -> int | None:
+    """The most rows that a product of a forward of one row is computed with, if any is in groups.
+
+    Where MLX chooses kernels by the number of rows, `exo_node.shard.kernels.row_groups` does that.
+    """
+    from ...kernels.row_sets import RowRange
+
+    ranges = (getattr(module, "agreeing", None) for module in modules)
+    return max((each.floor for each in ranges if isinstance(each, RowRange)), default=None)
 
 
 def _run(request: ShareRequest) -> int:

@@ -79,6 +79,9 @@ class Identity(_Part):
     floor: int | None = Field(
         ge=1, le=65, description="fewest rows from which on all widths have a row's bits; 1: all do"
     )
+    products_from: int | None = Field(
+        default=None, ge=1, le=65, description="least rows of products in groups; null: no need"
+    )
     greedy: Sameness | None
     batch: Sameness | None
     copies: bool | None = Field(description="whether prompt lookup is on")
