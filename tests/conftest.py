@@ -190,6 +190,7 @@ SLOW_FILES = {
         "shard/text/test_bare_transformers",
     ),
     "kernels": (
+        "shard/kernels/test_metal_rows",
         "shard/kernels/test_installed_texts",
         "shard/kernels/test_kernel_texts",
         "shard/kernels/test_attention_texts",

@@ -81,7 +81,7 @@ def emulated(folder: Path) -> Callable[..., Any]:
             blocks = (grid[0] // threadgroup[0], grid[1], grid[2])
             sizes = [int(np.prod(shape)) for shape in output_shapes]
             return _ran(
-                _built(text),
+                built(text),
                 Path(tempfile.mkdtemp(prefix=name, dir=folder)),
                 dict(zip(input_names, inputs, strict=True)),
                 [str(n) for n in (*blocks, threadgroup[0], *sizes)],
@@ -158,7 +158,8 @@ def _programs() -> Path:
     return folder
 
 
-def _built(text: str) -> Path:
+def built(text: str) -> Path:
+    """The program of a text that includes the emulator, compiled once on a machine."""
     program = _programs() / hashlib.sha256(text.encode()).hexdigest()
     if not program.exists():
         folder = Path(tempfile.mkdtemp(dir=program.parent))
