@@ -474,7 +474,7 @@ class Head(FakeStages, FakeFacts):
             raise PeerLost(f"{node} is gone")
         if (limit := world.chunk_limits.get(node)) and spec.prefill_chunk > limit.rows:
             learn = world.known_chunk_limits.update
-            _ = asyncio.get_running_loop().call_later(3.0, learn, {node: limit})
+            _ = asyncio.get_running_loop().call_later(20.0, learn, {node: limit})
             raise LoadFailed("the chunk is too long here", param=CHUNK)
         key = (spec.placement, spec.stage)
         _ = machine.processes.pop(key, None)
