@@ -9,7 +9,12 @@ from exo_node.shard.text.tools.object_formats import DEEPSEEK_CALL, DEEPSEEK_MAR
 
 Calls = list[tuple[str, Any]]
 STRING = {"type": "string"}
-TOOLS = [tool("f", {"a": STRING, "b": {"type": "integer"}}, ["a"]), tool("now", {})]
+TOOLS = [
+    tool("f", {"a": STRING, "b": {"type": "integer"}}, ["a"]),
+    tool("now", {}),
+    tool("pick", {"of": {"type": "array"}}),
+    {"type": "function", "function": {"name": "wait", "parameters": None}},
+]
 AX: Calls = [("f", {"a": "x"})]
 AXB: Calls = [("f", {"a": "x", "b": 2})]
 NOW: Calls = [("now", {})]
@@ -36,6 +41,10 @@ QWEN: dict[str, Calls] = {
 HERMES: dict[str, Calls] = {
     f'{OPEN}{{"name": "now"}}{CLOSE}': NOW,
     f'{OPEN}{{"name": "now", "arguments": null}}{CLOSE}': NOW,
+    f'{OPEN}{{"name": "wait", "arguments": {{}}}}{CLOSE}': [("wait", {})],
+    f'{OPEN}{{"name": "pick", "arguments": {{"of": [1, {{"n": 2,}}, ]}}}}{CLOSE}': [
+        ("pick", {"of": [1, {"n": 2}]})
+    ],
     f'{OPEN}{{"name": "now", "arguments": ""}}{CLOSE}': NOW,
     f'{OPEN}{{"name": "now", "arguments": {{}}}}{CLOSE}': NOW,
     f'{OPEN}{{"name": "f", "arguments": {{"a": "x"}}}}}}{CLOSE}': AX,
