@@ -142,6 +142,19 @@ def test_a_spelling_that_a_model_is_known_for_is_a_call(
             assert answer.content in ("", "I look.")
 
 
+@pytest.mark.parametrize("spaces", [4000, 4500, 5000])
+def test_where_a_text_is_too_long_for_a_beginning_does_not_depend_on_its_division(
+    spaces: int,
+) -> None:
+    text = f'{OPEN}{{"name": "f",{" " * spaces}"arguments": {{"a": "x"}}}}{CLOSE}'
+    whole, *others = (
+        deliver("json_tools", texts, TOOLS)
+        for texts in ([text], list(text), [text[:99], text[99:]])
+    )
+    assert all((each.values, each.content) == (whole.values, whole.content) for each in others)
+    assert (whole.values == AX) == (spaces < 4096)
+
+
 @pytest.mark.parametrize("call_format", ["", "qwen3_coder", "json_tools"])
 @pytest.mark.parametrize("text", TEXT)
 def test_json_that_is_not_the_call_of_a_declared_tool_is_content(
