@@ -34,6 +34,7 @@ from exo_node.mtp.batch_probe import batch_identity
 from exo_node.mtp.caches.batch_caches import left_aligned
 from exo_node.mtp.caches.positions import Positions
 from exo_node.mtp.caches.rollback import cache_arrays, with_tapes
+from exo_node.mtp.pieces import result_of
 from exo_node.mtp.probe import Subject
 from exo_node.shard.engine.round_forms import COUNTS_ON_DEVICE
 from exo_node.shard.kernels.kernel_choice import Mode
@@ -293,7 +294,7 @@ def _batch_identity(subject: ShapeModel) -> str:
         context_length=200,
         clock=time.perf_counter,
     )
-    return batch_identity(measured, 3)
+    return result_of(batch_identity(measured, 3))
 
 
 def _same_bits(subject: ShapeModel, context: int) -> dict[str, bool]:

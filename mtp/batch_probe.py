@@ -13,6 +13,7 @@ from .batch_prompts import prefill_together
 from .caches.batch_caches import drop_rejected, left_aligned
 from .caches.positions import Positions
 from .caches.rollback import parts_of, rollback
+from .pieces import Pieces, by_layers
 from .probe import PROMPT_ROWS, Identity, Subject, equal_arrays, lengthen, live_arrays, probe_ids
 from .seams import as_row
 from .targets import FamilyTarget
@@ -25,7 +26,7 @@ PROMPTS: Final = (PROMPT_ROWS, 17, 9)
 
 def batch_identity(
     subject: Subject, k: int, sizes: Sequence[int] = SIZES, *, shares_prompts: bool = False
-) -> Identity:
+) -> Pieces[Identity]:
     """Compares a batch with the same requests alone: a verify of K + 1 rows, of which each request
     keeps another number, and a plain step after it. Logits and caches must be equal.
 
@@ -33,19 +34,26 @@ def batch_identity(
     `sizes`: requests of the batches, ascending. `shares_prompts`: whether prefill in batches is
     compared as well, where the target gives hidden states.
     """
-    read, target = [subject.read(rows) for rows in PROMPTS], subject.target
-    same = True
+    read, target = list[list[Any]](), subject.target
+    for rows in PROMPTS:
+        yield
+        read.append(subject.read(rows))
     if shares_prompts and isinstance(target, FamilyTarget):
-        same = _same_prompts(target, subject)
-    same = same and all(_same(subject, read, k, size) for size in sizes)
+        same = yield from _same_prompts(target, subject)
+        if not same:
+            return "near_tie"
+    for size in sizes:
+        if not (yield from _same(subject, read, k, size)):
+            return "near_tie"
     for rows in subject.contexts(k + 1)[1:]:
         longer = copy.deepcopy(read[0])
-        lengthen(longer, rows, rows + 2 * k + 2)
-        same = same and _same(subject, [longer, *read[1:]], k, sizes[0])
-    return "bitwise" if same else "near_tie"
+        yield from lengthen(longer, rows, rows + 2 * k + 2)
+        if not (yield from _same(subject, [longer, *read[1:]], k, sizes[0])):
+            return "near_tie"
+    return "bitwise"
 
 
-def _same_prompts(target: FamilyTarget, subject: Subject) -> bool:
+def _same_prompts(target: FamilyTarget, subject: Subject) -> Pieces[bool]:
     """Compares two chunks of prompts in a batch and alone: hidden states, logits and caches."""
     together, alone = ([subject.make_caches() for _ in PROMPTS] for _ in range(2))
     positions, same = [0] * len(PROMPTS), mx.array(True)
@@ -55,18 +63,23 @@ def _same_prompts(target: FamilyTarget, subject: Subject) -> bool:
             as_row(probe_ids(subject.vocabulary, 9 * n, 9 * n + count))
             for n, count in enumerate(counts)
         ]
+        yield
         hidden = prefill_together(target, ids, together, positions)
+        yield from by_layers(together, *hidden)
         positions = [a + b for a, b in zip(positions, counts, strict=True)]
         for index, caches in enumerate(alone):
+            yield
             expected = target.forward(ids[index], caches, want="last")
+            yield from by_layers([caches])
             assert expected.hidden is not None
             same &= mx.array_equal(expected.hidden, hidden[index])
             same &= mx.array_equal(expected.logits, target.logits_of(hidden[index][:, -1:]))
             same &= equal_arrays(live_arrays(caches), live_arrays(together[index]))
+            mx.eval(same)
     return bool(same.item())
 
 
-def _same(subject: Subject, prompts: Sequence[list[Any]], k: int, size: int) -> bool:
+def _same(subject: Subject, prompts: Sequence[list[Any]], k: int, size: int) -> Pieces[bool]:
     """Compares `size` requests in a batch and alone. `prompts`: caches, which are not changed."""
     target, vocabulary = subject.target, subject.vocabulary
     alone = [copy.deepcopy(prompts[i % len(prompts)]) for i in range(size)]
@@ -78,14 +91,18 @@ def _same(subject: Subject, prompts: Sequence[list[Any]], k: int, size: int) -> 
     # Requests of equal length use the same kernels: a few of a large batch suffice.
     compared = {0, 1, 2, size // 2, size - 1}
     same = mx.array(True)
+    yield
     logits, _ = target.forward_batch(mx.array([each[: k + 1] for each in ids]), together)
     positions.advance(kept_rows)
     drop_rejected(together, k + 1, kept_rows)
+    yield from by_layers([together], logits)
     next_logits, _ = target.forward_batch(mx.array([[each[-1]] for each in ids]), together)
     positions.advance([1] * size)
+    yield from by_layers([together], next_logits)
     for index, caches in enumerate(alone):
         if index not in compared:
             continue
+        yield
         expected = target.forward(as_row(ids[index][: k + 1]), caches, want="all").logits
         if kept_rows[index] < k + 1:
             rollback(caches, k + 1 - kept_rows[index])
@@ -93,6 +110,7 @@ def _same(subject: Subject, prompts: Sequence[list[Any]], k: int, size: int) -> 
         pairs = (expected, expected_next), (logits[index], next_logits[index])
         arrays_together = live_arrays([cache.of(index) for cache in together])
         same &= equal_arrays(*pairs) & equal_arrays(live_arrays(caches), arrays_together)
+        mx.eval(same)
     return bool(same.item())
 
 

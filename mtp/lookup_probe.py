@@ -9,6 +9,7 @@ import mlx.core as mx
 from .caches.batch_caches import drop_rejected, left_aligned
 from .caches.positions import Positions
 from .caches.rollback import cache_arrays, rollback
+from .pieces import Pieces
 from .probe import PROMPT_ROWS, Subject, probe_ids
 from .sampling import greedy_token
 from .seams import as_row
@@ -22,11 +23,12 @@ class CopySeconds:
     rollback: dict[int, float]
 
 
-def measure_copies(subject: Subject, lengths: Sequence[int], repeats: int) -> CopySeconds:
+def measure_copies(subject: Subject, lengths: Sequence[int], repeats: int) -> Pieces[CopySeconds]:
     """Medians of `repeats` measurements after a short prompt. The kernels must be compiled.
 
     A rollback removes half of the copied rows, as one that rejects does on average.
     """
+    yield
     caches, clock = subject.read(), subject.clock
 
     def measure(length: int) -> tuple[float, float]:
@@ -42,7 +44,10 @@ def measure_copies(subject: Subject, lengths: Sequence[int], repeats: int) -> Co
 
     verify, removal = dict[int, float](), dict[int, float]()
     for length in (0, *lengths):
-        seconds = [measure(length) for _ in range(repeats)]
+        seconds = list[tuple[float, float]]()
+        for _ in range(repeats):
+            yield
+            seconds.append(measure(length))
         verify[length] = statistics.median(each for each, _ in seconds)
         removal[length] = statistics.median(each for _, each in seconds)
     del removal[0]
@@ -51,10 +56,11 @@ def measure_copies(subject: Subject, lengths: Sequence[int], repeats: int) -> Co
 
 def measure_batch(
     subject: Subject, size: int, lengths: Sequence[int], repeats: int
-) -> dict[int, float]:
+) -> Pieces[dict[int, float]]:
     """Seconds of rounds of `size` requests by copied tokens, relative to plain rounds. The kernels
     must be compiled. Each request keeps half of its rows."""
     clock, positions = subject.clock, Positions([PROMPT_ROWS] * size)
+    yield
     together = left_aligned([subject.read()] * size, positions)
 
     def measure(length: int) -> float:
@@ -67,8 +73,11 @@ def measure_batch(
         mx.eval(cache_arrays(together))
         return clock() - began_at
 
-    seconds = {
-        length: statistics.median(measure(length) for _ in range(repeats))
-        for length in (0, *lengths)
-    }
+    seconds = dict[int, float]()
+    for length in (0, *lengths):
+        runs = list[float]()
+        for _ in range(repeats):
+            yield
+            runs.append(measure(length))
+        seconds[length] = statistics.median(runs)
     return {length: seconds[length] / seconds[0] for length in lengths if seconds[0] > 0}

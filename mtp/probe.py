@@ -24,6 +24,7 @@ from .caches.rollback import (
     state_arrays,
 )
 from .caches.window import WindowCache, oldest_kept_row
+from .pieces import Pieces
 from .sampling import greedy_token
 from .seams import as_row
 from .targets import Target
@@ -68,39 +69,43 @@ class Subject:
         return fit or [PROMPT_ROWS]
 
 
-def greedy_identity(subject: Subject, k: int) -> Identity:
+def greedy_identity(subject: Subject, k: int) -> Pieces[Identity]:
     """Compares blocks of 2 to K + 1 rows, and the row after each one's rollback, with single steps.
 
     Every width is compared, since requests and an answer's last rounds may draft fewer tokens;
     after the longer contexts only the narrowest and the widest. The ids are arbitrary: kernels do
     not depend on them. All CONTEXTS that fit into the context length must be bitwise equal.
     """
+    yield
     prompt = subject.read()  # once: on a slow machine that is most of the time
     every = range(2, k + 2)
     for rows in subject.contexts(k):
         # After a long context only attention differs, and forwards take longer.
         widths = every if rows == PROMPT_ROWS else sorted({*every[:1], *every[-1:]})
-        if _same_behind(rows, subject, prompt, widths) != set(widths):
+        if (yield from _same_behind(rows, subject, prompt, widths)) != set(widths):
             return "near_tie"
     return "bitwise"
 
 
-def exact_widths(subject: Subject, widths: Sequence[int]) -> list[int]:
+def exact_widths(subject: Subject, widths: Sequence[int]) -> Pieces[list[int]]:
     """The numbers of rows, of `widths`, whose blocks compute what single steps do.
 
     As `greedy_identity`, but each width is measured after all CONTEXTS.
     """
+    yield
     prompt, exact = subject.read(), sorted(widths)
     for rows in subject.contexts(max(widths) - 1):
-        same = _same_behind(rows, subject, prompt, exact)
+        same = yield from _same_behind(rows, subject, prompt, exact)
         exact = [width for width in exact if width in same]
     return exact
 
 
-def warm_up(subject: Subject, widths: Sequence[int]) -> None:
+def warm_up(subject: Subject, widths: Sequence[int]) -> Pieces[None]:
     """Runs the kernels that answers use: a prompt, blocks of `widths` rows, and their rollback."""
+    yield
     caches = subject.read()
     for rows in widths:
+        yield
         ids = as_row(probe_ids(subject.vocabulary, 0, rows))
         mx.eval(subject.target.forward(ids, caches, want="all").logits)
         rollback(caches, rows)
@@ -113,7 +118,7 @@ def probe_ids(vocabulary: int, first: int, end: int) -> list[int]:
 
 def _same_behind(
     context: int, subject: Subject, prompt: Sequence[object], widths: Sequence[int]
-) -> set[int]:
+) -> Pieces[set[int]]:
     """The ascending `widths` that compute what single steps do after one context.
 
     `prompt`: caches of PROMPT_ROWS rows, not changed.
@@ -126,14 +131,21 @@ def _same_behind(
     single, block = copy.deepcopy(prompt), copy.deepcopy(prompt)
     # Blocks leave buffers of other sizes than single steps do, which may decide between kernels.
     extent = -(-(context + 2 * k) // KVCache.step) * KVCache.step
-    lengthen(single, context, extent)
-    lengthen(block, context, extent + KVCache.step - 1)
-    expected = [forward(token, single, want="all").logits for token in rest]
+    yield from lengthen(single, context, extent)
+    yield from lengthen(block, context, extent + KVCache.step - 1)
+    expected = list[mx.array]()
+    for token in rest:
+        yield
+        expected.append(forward(token, single, want="all").logits)
+        mx.eval(expected[-1], cache_arrays(single))
     exact = set[int]()
     for start, rows in enumerate(widths):
+        yield
         end = start + rows
         logits = forward(mx.concatenate(rest[start:end]), block, want="all").logits
         rollback(block, rows - 1)
+        mx.eval(logits, cache_arrays(block))
+        yield
         next_logits = forward(rest[start + 1], block, want="all").logits
         rollback(block, 1)
         same = mx.array_equal(mx.concatenate(expected[start:end]), logits)
@@ -143,13 +155,14 @@ def _same_behind(
     return exact
 
 
-def lengthen(caches: Sequence[object], rows: int, extent: int) -> None:
+def lengthen(caches: Sequence[object], rows: int, extent: int) -> Pieces[None]:
     """Fills caches with `rows` rows of deterministic noise, which saves reading a long prompt.
 
     The caches then have room for `extent` rows.
     """
     room = [(0, 0), (0, 0), (0, extent - rows), (0, 0)]
     for number, cache in enumerate(part for layer in caches for part in parts_of(layer)):
+        yield
         if isinstance(cache, WindowCache):
             _lengthen_window(cache, rows, 2 * number)
         if not holds_rows(cache):
@@ -211,21 +224,24 @@ class FixedRowsCheck:
     """Why drafts must stay off in strict mode, with the remedy; empty if `holds`."""
 
 
-def fixed_rows_identity(subject: Subject, rows: int) -> FixedRowsCheck:
+def fixed_rows_identity(subject: Subject, rows: int) -> Pieces[FixedRowsCheck]:
     """Whether, with `rows` rows in every forward, a row's bits do not depend on how many of them
     are real: logits, and caches with and without rejected rows.
 
     Measured after a prompt of PROMPT_ROWS rows only, so that it does not detect a backend that
     changes kernels with the length of the context.
     """
+    yield
     plain, mixed = subject.read(), subject.read()
     ids = probe_ids(subject.vocabulary, 0, PROMPT_ROWS + rows * (rows + 3))
     at, expected, results = PROMPT_ROWS, dict[int, mx.array](), list[tuple[int, int, mx.array]]()
     for real in range(1, rows + 1):
         for num_kept in sorted({1, real}):
+            yield
             logits = _forward_padded(subject, ids[at : at + real], mixed, rows, num_kept)
             results += [(real, at + i, logits[i]) for i in range(real)]
             for i in range(at, at + num_kept):
+                yield
                 expected[i] = _forward_padded(subject, ids[i : i + 1], plain, rows, 1)[0]
             at += num_kept
             if not equal_arrays(live_arrays(plain), live_arrays(mixed)).item():
@@ -290,10 +306,11 @@ class Costs:
     draft: tuple[float, ...]
 
 
-def measure_costs(subject: Subject, prompt: Sequence[int], k: int, repeats: int) -> Costs:
+def measure_costs(subject: Subject, prompt: Sequence[int], k: int, repeats: int) -> Pieces[Costs]:
     """Medians of `repeats` measurements after `prompt`, after one warm-up each."""
     make_drafter, forward = subject.make_drafter, subject.target.forward
     assert make_drafter is not None
+    yield
     caches = subject.make_caches()
     hidden = forward(as_row(prompt), caches, want="last").hidden
     assert hidden is not None
@@ -307,15 +324,18 @@ def measure_costs(subject: Subject, prompt: Sequence[int], k: int, repeats: int)
     def draft(drafted: Draft, depth: int) -> None:
         mx.eval(drafted(last, token, depth))
 
-    def median(work: Callable[[], None]) -> float:
+    works = [partial(verify, rows) for rows in range(1, k + 2)]
+    works += [partial(draft, make_drafter(), depth) for depth in range(1, k + 1)]
+    medians = list[float]()
+    for work in works:
+        yield
         work()
-        return statistics.median(_seconds(work, subject.clock) for _ in range(repeats))
-
-    drafters = [make_drafter() for _ in range(k)]
-    return Costs(
-        tuple(median(partial(verify, rows)) for rows in range(1, k + 2)),
-        tuple(median(partial(draft, d, depth)) for depth, d in enumerate(drafters, 1)),
-    )
+        seconds = list[float]()
+        for _ in range(repeats):
+            yield
+            seconds.append(_seconds(work, subject.clock))
+        medians.append(statistics.median(seconds))
+    return Costs(tuple(medians[: k + 1]), tuple(medians[k + 1 :]))
 
 
 def _seconds(work: Callable[[], None], clock: Callable[[], float]) -> float:

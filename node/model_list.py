@@ -112,8 +112,12 @@ class ModelList:
         """Whether requests may copy drafts, and why none does; or None, as without a placement."""
         if record is None or not record.endpoints or not record.generator.ready.prompt_lookup:
             return None
-        measured = record.generator.ready.prompt_lookup
+        measured = self._generator(record).prompt_lookup or record.generator.ready.prompt_lookup
         return {"enabled": measured == "on", "reason": "" if measured == "on" else measured}
+
+    def _identity(self, record: LoadedPlacement) -> str:
+        """`greedy_identity` as it is measured by now."""
+        return self._generator(record).greedy_identity or record.identity
 
     def _generator(self, record: LoadedPlacement) -> pb.StageState:
         """The state of a placement's generator by the last heartbeat; empty if it had none."""
@@ -199,7 +203,7 @@ class ModelList:
             "enabled": drafting.kind == "native_mtp",
             "reason": "" if drafting.kind == "native_mtp" else drafting.reason,
             "parked": parked,
-            "greedy_identity": None if record is None else record.identity,
+            "greedy_identity": None if record is None else self._identity(record),
         }
 
     def _broken(self, model: ModelId, fault: ExoNodeError) -> dict[str, Any]:

@@ -711,6 +711,8 @@ class StageState(_message.Message):
     PREFIX_PEER_ROWS_FIELD_NUMBER: _builtins.int
     DEPTH_REASON_FIELD_NUMBER: _builtins.int
     CPU_S_FIELD_NUMBER: _builtins.int
+    GREEDY_IDENTITY_FIELD_NUMBER: _builtins.int
+    PROMPT_LOOKUP_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     model: _builtins.str
     stage: _builtins.int
@@ -730,7 +732,7 @@ class StageState(_message.Message):
     checkpoint_bytes_read: _builtins.int
     live_requests: _builtins.int
     head_parked: _builtins.str
-    """why its draft head is not used any more"""
+    """why its draft head is not used, yet or any more"""
     prefix_cache_bytes: _builtins.int
     """of prompts that were read; goes where requests need the room"""
     prefix_disk_bytes: _builtins.int
@@ -745,6 +747,10 @@ class StageState(_message.Message):
     """why its last round drafted as many tokens as it did"""
     cpu_s: _builtins.float
     """CPU time that its runner has used; 0: it does not serve"""
+    greedy_identity: _builtins.str
+    """as in LoadReady, by what is measured now"""
+    prompt_lookup: _builtins.str
+    """likewise"""
     @_builtins.property
     def epoch(self) -> Global___Epoch:
         """absent: it was not connected yet"""
@@ -785,10 +791,12 @@ class StageState(_message.Message):
         prefix_peer_rows: _builtins.int = ...,
         depth_reason: _builtins.str = ...,
         cpu_s: _builtins.float = ...,
+        greedy_identity: _builtins.str = ...,
+        prompt_lookup: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "ready", b"ready", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_bytes", b"cache_bytes", "checkpoint_bytes_read", b"checkpoint_bytes_read", "cpu_s", b"cpu_s", "depth_reason", b"depth_reason", "end_layer", b"end_layer", "epoch", b"epoch", "error", b"error", "first_layer", b"first_layer", "head_parked", b"head_parked", "live_requests", b"live_requests", "model", b"model", "peak_memory_bytes", b"peak_memory_bytes", "pid", b"pid", "placement", b"placement", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_disk_rows", b"prefix_disk_rows", "prefix_memory_rows", b"prefix_memory_rows", "prefix_peer_rows", b"prefix_peer_rows", "progress", b"progress", "ready", b"ready", "spec", b"spec", "stage", b"stage", "status", b"status", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_bytes", b"cache_bytes", "checkpoint_bytes_read", b"checkpoint_bytes_read", "cpu_s", b"cpu_s", "depth_reason", b"depth_reason", "end_layer", b"end_layer", "epoch", b"epoch", "error", b"error", "first_layer", b"first_layer", "greedy_identity", b"greedy_identity", "head_parked", b"head_parked", "live_requests", b"live_requests", "model", b"model", "peak_memory_bytes", b"peak_memory_bytes", "pid", b"pid", "placement", b"placement", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_disk_rows", b"prefix_disk_rows", "prefix_memory_rows", b"prefix_memory_rows", "prefix_peer_rows", b"prefix_peer_rows", "progress", b"progress", "prompt_lookup", b"prompt_lookup", "ready", b"ready", "spec", b"spec", "stage", b"stage", "status", b"status", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1996,6 +2004,7 @@ class StageSpec(_message.Message):
     KV_BITS_SOURCE_FIELD_NUMBER: _builtins.int
     KV_BITS_REASON_FIELD_NUMBER: _builtins.int
     MEASURE_LAYERS_FIELD_NUMBER: _builtins.int
+    MEASURE_AT_LOAD_FIELD_NUMBER: _builtins.int
     LISTEN_FIELD_NUMBER: _builtins.int
     HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
     VOCABULARY_FIELD_NUMBER: _builtins.int
@@ -2060,6 +2069,8 @@ class StageSpec(_message.Message):
     """why `kv_bits`, for a person; empty: nothing asks for any"""
     measure_layers: _builtins.bool
     """time the layers after the load: the node has no profile of them yet"""
+    measure_at_load: _builtins.bool
+    """measure before it is ready what else is measured between answers. As `path`"""
     hidden_size: _builtins.int
     """as the card has it; 0: what config.json says"""
     vocabulary: _builtins.int
@@ -2124,6 +2135,7 @@ class StageSpec(_message.Message):
         kv_bits_source: _builtins.str = ...,
         kv_bits_reason: _builtins.str = ...,
         measure_layers: _builtins.bool = ...,
+        measure_at_load: _builtins.bool = ...,
         listen: _abc.Iterable[_builtins.str] | None = ...,
         hidden_size: _builtins.int = ...,
         vocabulary: _builtins.int = ...,
@@ -2141,7 +2153,7 @@ class StageSpec(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "end_layer", b"end_layer", "first_layer", b"first_layer", "fixed_rows", b"fixed_rows", "hidden_size", b"hidden_size", "keeps_chunk", b"keeps_chunk", "kernels", b"kernels", "kv_bits", b"kv_bits", "kv_bits_reason", b"kv_bits_reason", "kv_bits_source", b"kv_bits_source", "kv_group_size", b"kv_group_size", "layer_bytes", b"layer_bytes", "lease_s", b"lease_s", "listen", b"listen", "lookup_off_reason", b"lookup_off_reason", "max_draft_tokens", b"max_draft_tokens", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "partial", b"partial", "path", b"path", "placement", b"placement", "plan", b"plan", "pooling", b"pooling", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_folder", b"prefix_folder", "profile_folder", b"profile_folder", "prompt_lookup", b"prompt_lookup", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "end_layer", b"end_layer", "first_layer", b"first_layer", "fixed_rows", b"fixed_rows", "hidden_size", b"hidden_size", "keeps_chunk", b"keeps_chunk", "kernels", b"kernels", "kv_bits", b"kv_bits", "kv_bits_reason", b"kv_bits_reason", "kv_bits_source", b"kv_bits_source", "kv_group_size", b"kv_group_size", "layer_bytes", b"layer_bytes", "lease_s", b"lease_s", "listen", b"listen", "lookup_off_reason", b"lookup_off_reason", "max_draft_tokens", b"max_draft_tokens", "measure_at_load", b"measure_at_load", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "partial", b"partial", "path", b"path", "placement", b"placement", "plan", b"plan", "pooling", b"pooling", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_folder", b"prefix_folder", "profile_folder", b"profile_folder", "prompt_lookup", b"prompt_lookup", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2250,7 +2262,7 @@ class LoadReady(_message.Message):
     mtp_head: _builtins.str
     """"loaded", or why not"""
     greedy_identity: _builtins.str
-    """"bitwise" | "near_tie" | "off", measured at load"""
+    """"bitwise" | "near_tie" | "off", as far as it is measured when ready"""
     images: _builtins.str
     """"read", or why it reads none"""
     prompt_lookup: _builtins.str
@@ -4136,6 +4148,8 @@ class RunnerState(_message.Message):
     TIMED_ANSWERS_FIELD_NUMBER: _builtins.int
     MTP_SPEEDUP_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    GREEDY_IDENTITY_FIELD_NUMBER: _builtins.int
+    PROMPT_LOOKUP_FIELD_NUMBER: _builtins.int
     live_requests: _builtins.int
     cache_bytes: _builtins.int
     peak_memory_bytes: _builtins.int
@@ -4145,7 +4159,7 @@ class RunnerState(_message.Message):
     compute_ended: _builtins.bool
     """its compute thread is gone: it only looks alive"""
     head_parked: _builtins.str
-    """why its draft head is not used any more"""
+    """why its draft head is not used, yet or any more"""
     prefix_cache_bytes: _builtins.int
     """held of prompts that were read"""
     prefix_disk_bytes: _builtins.int
@@ -4164,6 +4178,10 @@ class RunnerState(_message.Message):
     """answers that showed `step_s`, since the start"""
     mtp_speedup: _builtins.float
     """expected of adaptive drafts over plain steps; 0: not known"""
+    greedy_identity: _builtins.str
+    """as in LoadReady, by what is measured now"""
+    prompt_lookup: _builtins.str
+    """likewise"""
     @_builtins.property
     def epoch(self) -> Global___Epoch:
         """absent: it was not connected yet"""
@@ -4188,10 +4206,12 @@ class RunnerState(_message.Message):
         timed_answers: _builtins.int = ...,
         mtp_speedup: _builtins.float = ...,
         epoch: Global___Epoch | None = ...,
+        greedy_identity: _builtins.str = ...,
+        prompt_lookup: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_memory_bytes", b"active_memory_bytes", "cache_bytes", b"cache_bytes", "compute_ended", b"compute_ended", "depth_reason", b"depth_reason", "epoch", b"epoch", "head_parked", b"head_parked", "live_requests", b"live_requests", "mtp_speedup", b"mtp_speedup", "peak_memory_bytes", b"peak_memory_bytes", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_disk_rows", b"prefix_disk_rows", "prefix_memory_rows", b"prefix_memory_rows", "prefix_peer_rows", b"prefix_peer_rows", "progress", b"progress", "step_s", b"step_s", "timed_answers", b"timed_answers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_memory_bytes", b"active_memory_bytes", "cache_bytes", b"cache_bytes", "compute_ended", b"compute_ended", "depth_reason", b"depth_reason", "epoch", b"epoch", "greedy_identity", b"greedy_identity", "head_parked", b"head_parked", "live_requests", b"live_requests", "mtp_speedup", b"mtp_speedup", "peak_memory_bytes", b"peak_memory_bytes", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_disk_rows", b"prefix_disk_rows", "prefix_memory_rows", b"prefix_memory_rows", "prefix_peer_rows", b"prefix_peer_rows", "progress", b"progress", "prompt_lookup", b"prompt_lookup", "step_s", b"step_s", "timed_answers", b"timed_answers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

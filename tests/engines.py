@@ -64,6 +64,7 @@ def spec(
         "path": str(folder),
         "lease_s": 10,
         "batching": True,
+        "measure_at_load": True,
     }
     return pb.StageSpec(**(defaults | changes))
 

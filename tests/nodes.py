@@ -129,8 +129,10 @@ def chat_body(prompt: str, **fields: Any) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """The variables of this process that its nodes inherit."""
-    return {name: os.environ[name] for name in _KEPT if name in os.environ}
+    """The variables of this process that its nodes inherit. Their loads measure at once, so that
+    no test depends on what was measured before it; tests of measuring set 0."""
+    inherited = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    return {"EXO_MEASURE_AT_LOAD": "1", **inherited}
 
 
 def start_process(

@@ -37,6 +37,7 @@ VARIABLES: Final = (
     "EXO_KEEP_ALIVE (how long an idle model stays loaded), "
     "EXO_KEEP_AWAKE=never (the machine may sleep while it answers), "
     "EXO_LOAD_TIMEOUT (seconds without progress in a load), "
+    "EXO_MEASURE_AT_LOAD=1 (a load takes longer, and its first answer has all drafts), "
     "EXO_KERNELS=mlx (no kernels of our own), EXO_TIMING=local (shorter waits, where all nodes are "
     "on one machine)."
 )

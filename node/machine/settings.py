@@ -141,6 +141,7 @@ class Settings(BaseModel):
     prefix_disk_gb: Annotated[float, BeforeValidator(as_gigabytes)] | None = None
     batching_enabled: Switch = True
     prompt_lookup_enabled: Switch = True
+    measure_at_load: Switch = False
     loop_guard: Switch = True
     responses_gb: Annotated[float, BeforeValidator(as_gigabytes)] = 1.0
     responses_keep: Annotated[float, BeforeValidator(duration_s)] = 30 * 86_400.0

@@ -189,7 +189,7 @@ class LoadedPlacement:
 
     @property
     def identity(self) -> str:
-        """greedy_identity as the generator measured it at load."""
+        """greedy_identity as it was measured when the generator was ready."""
         return self.generator.ready.greedy_identity if self.endpoints else "off"
 
     def begin(self) -> Epoch:

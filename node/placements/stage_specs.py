@@ -132,6 +132,7 @@ def on_this_machine(spec: pb.StageSpec, folder: Path, settings: Settings) -> pb.
     own.batching = settings.batching_enabled
     own.lookup_off_reason = _lookup_refusal(settings)
     own.prompt_lookup = not own.lookup_off_reason
+    own.measure_at_load = settings.measure_at_load
     if not settings.prefix_cache_enabled:
         own.prefix_cache_bytes = 0
     return own

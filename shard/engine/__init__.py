@@ -8,6 +8,7 @@ executor.py: carries out steps on this node's device
 grouping.py: the groups of decoding requests that share forwards
 issued_round.py: a round in flight, and its outcome
 loop_guard.py: ends an answer that repeats itself
+measuring.py: measurements of a stage while it has nothing else to compute
 options.py: the engine's part of a stage's specification
 pipeline_executor.py: carries out steps over several nodes
 prefill_forward.py: a forward over prompts, some layers at a time

@@ -24,6 +24,7 @@ from ..pipeline.frames import BlockMember, HiddenBlock
 from ..pipeline.link import Key
 from ..pipeline.seen_attempts import SeenAttempts
 from .compute import device_lost
+from .measuring import Measuring
 from .prefixes.borders import PrefillLog
 from .prefixes.prompt_path import PromptPath
 from .prefixes.store import PrefixStore
@@ -48,6 +49,8 @@ class StageRequest:
     """The time at which a frame of it was last computed."""
     rows: int = 0
     """Committed rows."""
+    shares: bool = True
+    """Whether its rounds may share forwards: what is measured later changes none of its tokens."""
     has_ended: bool = False
     prefill_log: PrefillLog = field(default_factory=PrefillLog)
     """The forwards over its prompt so far."""
@@ -87,6 +90,7 @@ class StageWorker:
         )
         self._requests: dict[str, StageRequest] = {}
         self._attempts = SeenAttempts(expected.stage)
+        self._measuring: Measuring | None = None
 
     @property
     def live_requests(self) -> int:
@@ -116,10 +120,18 @@ class StageWorker:
         """See `PrefixDisk.save_next`; does nothing while there is a request."""
         return not self._requests and self._prefixes.save_next()
 
-    def probe(self) -> None:
-        """Measures whether shared forwards compute the same bits as those of single requests."""
+    def begin_measuring(self) -> Measuring:
+        """Shares no forwards until `step` has measured whether they compute the same bits as those
+        of single requests."""
         e = self._expected
-        self._rounds.probe(e.hidden_size, e.vocabulary, e.context_length)
+        pieces = self._rounds.probe(e.hidden_size, e.vocabulary, e.context_length)
+        positions = self._model.rope_positions
+        self._measuring = Measuring(pieces, self._clock, lambda: positions.set_deltas([0]))
+        return self._measuring
+
+    def step(self) -> bool:
+        """Does a piece of the measurement; returns False if there is none to do now."""
+        return self._measuring is not None and self._measuring.step(idle=not self._requests)
 
     def forward(self, block: HiddenBlock) -> StageOutput:
         """Computes a block.
@@ -182,7 +194,8 @@ class StageWorker:
         entering = from_bytes(block.data, e.dtype, shape)
         deltas = [member.delta for member in block.members]
         if block.is_round and block.rows == 1:
-            return self._rounds.row(requests, block.tokens, entering, deltas)
+            shares = all(request.shares for request in requests)
+            return self._rounds.row(requests, block.tokens, entering, deltas, shares=shares)
         positions = self._model.rope_positions
         if block.places:
             positions.at(mx.array(block.places, dtype=mx.int32).reshape(3, -1))
@@ -314,7 +327,7 @@ class StageWorker:
             raise PeerLost(f"stage {stage} has no state of request {name} any more")
         if request is not None:
             self._drop(name)
-        request = StageRequest(key, self._clock())
+        request = StageRequest(key, self._clock(), shares=not self._rounds.batching_reason)
         self._prefixes.begin()
         self._requests[name] = request
         self._rounds.groups.single[request] = State(self._model.make_caches())

@@ -10,12 +10,14 @@ from typing import Any, Final, Generic
 import mlx.core as mx
 
 from ...mtp.caches.batch_caches import can_batch
-from ...mtp.caches.rollback import rollback
+from ...mtp.caches.rollback import cache_arrays, rollback
+from ...mtp.pieces import Pieces
 from ...mtp.probe import lengthen, probe_ids
 from ..model.open_model import MODEL_FAULTS, headline
 from ..model.stage_model import StageModel
 from ..model.tensors import to_bytes
 from ..pipeline.frames import Replayed
+from .measuring import NOT_MEASURED
 from .states.groups import Groups, K, StageGroup
 from .states.state import State
 from .step_times import StepTimes
@@ -23,7 +25,7 @@ from .step_times import StepTimes
 log = logging.getLogger(__name__)
 
 PROBED: Final = (3, 9, 5)
-"""Context lengths of the probed requests; short, since each load computes them."""
+"""Context lengths of the probed requests; short, since the first after each load wait for them."""
 LONG: Final = 1100
 """A longer context of one of them, since MLX changes its kernels at 1,024."""
 
@@ -58,13 +60,15 @@ class StageRounds(Generic[K]):
         tokens: Sequence[int],
         entering: mx.array | None,
         deltas: Sequence[int],
+        *,
+        shares: bool = True,
     ) -> bytes:
         """Appends a row to each request's state. Returns the hidden (B, 1, H) in wire format.
 
         `entering`: hidden (B, 1, H) of the stage before; None on the first stage. `deltas`: see
-        `RopePositions`.
+        `RopePositions`. `shares`: whether one forward may compute the rows.
         """
-        if self._can_share and not self.batching_reason:
+        if shares and self._can_share and not self.batching_reason:
             return self._row(requests, tokens, entering, deltas)
         inputs = [None if entering is None else entering[i : i + 1] for i in range(len(requests))]
         singles = zip(requests, tokens, inputs, deltas, strict=True)
@@ -101,14 +105,18 @@ class StageRounds(Generic[K]):
         self.groups.release(request)
         self.step_times.end(request)
 
-    def probe(self, hidden_size: int, vocabulary: int, context_length: int) -> None:
-        """Measures `is_same`; sets `batching_reason` if the model's layers compute no batch."""
+    def probe(self, hidden_size: int, vocabulary: int, context_length: int) -> Pieces[None]:
+        """Measures `is_same`, without which no forwards are shared; sets `batching_reason` if the
+        model's layers compute no batch."""
+        self.batching_reason, reason = NOT_MEASURED, ""
+        yield
         try:
             probe = _Probe(self._model, self._dtype, hidden_size, vocabulary)
-            self.is_same = probe.is_same(context_length)
+            self.is_same = yield from probe.is_same(context_length)
         except MODEL_FAULTS as fault:
-            self.batching_reason = f"this model cannot be computed in batches ({headline(fault)})"
-            log.warning("%s: its requests take turns", self.batching_reason)
+            reason = f"this model cannot be computed in batches ({headline(fault)})"
+            log.warning("%s: its requests take turns", reason)
+        self.batching_reason = reason
 
 
 class _Probe:
@@ -122,21 +130,27 @@ class _Probe:
         self._hidden_size = hidden_size
         self._vocabulary = vocabulary
 
-    def is_same(self, context_length: int) -> bool:
+    def is_same(self, context_length: int) -> Pieces[bool]:
         """Whether the hidden states are bit for bit the same, and on the first stage the logits."""
-        bases = [self._behind(rows, number) for number, rows in enumerate(PROBED)]
+        bases = list[State]()
+        for number, rows in enumerate(PROBED):
+            yield
+            bases.append(self._behind(rows, number))
         if context_length > LONG + 8:
-            lengthen(bases[0].caches, LONG, LONG + 8)
+            yield from lengthen(bases[0].caches, LONG, LONG + 8)
             bases[0].rows = LONG
         tokens = probe_ids(self._vocabulary, 7, 7 + len(bases))
         noise = [self._noise(1, number + 9) for number in range(len(bases))]
         rows_alone = list[mx.array]()
         for base, token, row in zip(bases, tokens, noise, strict=True):
+            yield
             caches = copy.deepcopy(base.caches)
             rows_alone.append(self._model.hidden(mx.array([[token]]), row, caches))
+            mx.eval(rows_alone[-1], cache_arrays(caches))
         bytes_alone = [to_bytes(each) for each in rows_alone]
         # No long context in the large batch: each of its requests would need as much room.
         for chosen in ([0, 1, 2], [1, 2] * 8):
+            yield
             states = [State(copy.deepcopy(bases[i].caches), bases[i].rows) for i in chosen]
             caches = StageGroup(dict(enumerate(states))).caches.caches
             ids = mx.array([[tokens[i]] for i in chosen], dtype=mx.int32)
@@ -145,6 +159,7 @@ class _Probe:
             together = to_bytes(self._model.hidden(ids, entering, caches))
             if together != b"".join(bytes_alone[i] for i in chosen):
                 return False
+        yield
         return self._model.first > 0 or self._same_logits(rows_alone)
 
     def _behind(self, rows: int, number: int) -> State:

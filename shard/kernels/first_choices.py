@@ -1,4 +1,4 @@
-"""Ways of choosing tokens, each run once while a model loads.
+"""Ways of choosing tokens, each run once after a model's load.
 
 MLX compiles a CUDA kernel at its first use. The first sampled answer on a new machine waited 15 s
 for eight such kernels, the first one with a penalty 5 s more (one H200), and so did all other
@@ -10,6 +10,7 @@ from typing import Final
 
 import mlx.core as mx
 
+from ...mtp.pieces import Pieces
 from ...mtp.sampler import Sampler
 from ...mtp.seams import Drafts, joined_drafts
 from ...mtp.types import Sampling
@@ -25,15 +26,18 @@ WAYS: Final = (
 """Sampling that clients and cards use; together they run every rule of acceptance."""
 
 
-def choose_first(vocabulary: int, k: int, dtype: mx.Dtype, ways: Sequence[Sampling] = WAYS) -> None:
+def choose_first(
+    vocabulary: int, k: int, dtype: mx.Dtype, ways: Sequence[Sampling] = WAYS
+) -> Pieces[None]:
     """Draws a token, `k` drafts and their verdict from zero logits, in each of `ways`.
 
-    Does nothing if MLX does not run on CUDA.
+    Has no pieces if MLX does not run on CUDA.
     """
     if not available():
         return
     logits = mx.zeros((k + 1, vocabulary), dtype=dtype)
     for sampling in ways:
+        yield
         sampler = Sampler(sampling, entropy=0, prompt=(0, 0))
         token = sampler.token(logits[:1], 0)
         sampler.commit(token)

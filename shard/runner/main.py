@@ -33,8 +33,10 @@ from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ...proto.checked_calls import BoundNumbers
 from ...proto.grpc_options import SERVER_OPTIONS
+from ..engine.answers.embedding_engine import EmbeddingEngine
 from ..engine.answers.text_engine import TextEngine
 from ..engine.compute import ComputeThread
+from ..engine.measuring import Measuring
 from ..engine.options import EngineOptions
 from ..engine.prefixes.disk import PrefixDisk
 from ..engine.prefixes.store import PrefixStore
@@ -142,6 +144,8 @@ class Runner:
                 ready.layers.CopyFrom(times)
         _ = watched.cancel()
         self._parent.send(pb.FromRunner(ready=ready))
+        if not isinstance(watch, EmbeddingEngine):
+            self._compute.attach(watch.step)  # only now: a piece would make the load wait
         reporter = asyncio.create_task(
             self._report.send_while_serving(watch, self._disk, keep_compiled)
         )
@@ -180,7 +184,9 @@ class Runner:
                 keeps_chunk=spec.keeps_chunk,
             )
             if spec.batching:
-                await asyncio.wrap_future(self._compute.submit(worker.probe))
+                await asyncio.wrap_future(
+                    self._compute.submit(lambda: self._measure(worker.begin_measuring()))
+                )
             self._stage = WorkerService(spec, expected, following, self._compute, worker)
             peer_pb2_grpc.add_StageServicer_to_server(self._stage, server)
             return worker
@@ -215,11 +221,14 @@ class Runner:
             profile=profile_of(self._spec, loaded),
             prefix_disk=self._disk,
         )
-        first = "; its first load here measures it, later ones take a tenth of the time"
-        step = f"warming up{first if self._spec.measure_layers else ''}"
-        self._report.progress(pb.LoadProgress(step=step))
-        engine.measurements.measure(self._report.count)
+        self._measure(engine.measurements.begin())
         return engine
+
+    def _measure(self, measuring: Measuring) -> None:
+        """Measures at load what is measured between requests otherwise, if the node says so."""
+        if self._spec.measure_at_load and not measuring.is_done:
+            self._report.progress(pb.LoadProgress(step="measuring, as EXO_MEASURE_AT_LOAD=1 says"))
+            measuring.finish(self._report.count)
 
     def _listen(self, server: grpc.aio.Server) -> list[pb.Address]:
         """Opens a port on each address that the node announces, the usual one first."""
@@ -265,13 +274,9 @@ class Runner:
     def _ready(
         self, loaded: Loaded, addresses: Sequence[pb.Address], watch: Watched
     ) -> pb.LoadReady:
-        identity, head_state, lookup = "off", loaded.head_state, ""
+        identity, lookup = "off", ""
         if isinstance(watch, TextEngine):
-            identity, head_state, lookup = (
-                watch.measurements.identity,
-                watch.drafting.off_reason or head_state,
-                watch.lookup.refusal or "on",
-            )
+            identity, lookup = watch.measurements.identity, watch.lookup.refusal or "on"
         return pb.LoadReady(
             host=addresses[0].host,
             port=addresses[0].port,
@@ -281,7 +286,7 @@ class Runner:
             checkpoint_bytes_read=loaded.checkpoint_bytes_read,
             first_layer=self._spec.first_layer,
             end_layer=self._spec.end_layer,
-            mtp_head=head_state,
+            mtp_head=loaded.head_state,
             greedy_identity=identity,
             kernels=used(loaded.kernels),
             images=loaded.images,

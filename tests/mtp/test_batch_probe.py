@@ -13,6 +13,7 @@ from exo_node.mtp.batch_probe import batch_identity
 from exo_node.mtp.caches.positions import Positions
 from exo_node.mtp.caches.rollback import with_tapes
 from exo_node.mtp.families.qwen35 import Qwen35Family
+from exo_node.mtp.pieces import result_of
 from exo_node.mtp.probe import Subject
 from exo_node.mtp.targets import FamilyTarget
 
@@ -23,7 +24,7 @@ def probe(model: Any, k: int) -> str:
 
     target = FamilyTarget(Qwen35Family(model))
     subject = Subject(target, make_caches, VOCABULARY, 1200, lambda: 0.0)
-    return batch_identity(subject, k, shares_prompts=True)
+    return result_of(batch_identity(subject, k, shares_prompts=True))
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])

@@ -19,6 +19,7 @@ from tiny import VOCABULARY, taped_qwen
 
 from exo_node.mtp.caches.rollback import TapedCache, with_tapes
 from exo_node.mtp.families.qwen35 import Qwen35Family
+from exo_node.mtp.pieces import result_of
 from exo_node.mtp.probe import (
     LONGEST_PROBED,
     PROMPT_ROWS,
@@ -63,7 +64,7 @@ def subject_of(
 
 
 def probe(model: qwen3_5.Model, k: int, change: Change | None = None) -> Identity:
-    return greedy_identity(subject_of(model, change), k)
+    return result_of(greedy_identity(subject_of(model, change), k))
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -109,7 +110,7 @@ def test_long_contexts_are_measured_as_far_as_the_placement_has_them(
         return ForwardOutput(block.logits * 1.01, block.hidden)
 
     subject = subject_of(taped_qwen(dtype), change, context_length)
-    assert greedy_identity(subject, 2) == identity
+    assert result_of(greedy_identity(subject, 2)) == identity
 
 
 def test_a_kernel_that_is_chosen_by_the_size_of_a_buffer_is_near_tie() -> None:
@@ -178,7 +179,7 @@ def nudge(cache: KVCache | TapedCache) -> None:
 
 def fixed(model: qwen3_5.Model, change: Change | None = None) -> str:
     """Why strict mode with 4 rows is not exact; empty where it is."""
-    check = fixed_rows_identity(subject_of(model, change), 4)
+    check = result_of(fixed_rows_identity(subject_of(model, change), 4))
     assert check.holds == (not check.reason)
     return check.reason
 

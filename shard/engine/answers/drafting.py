@@ -37,15 +37,16 @@ class DraftControl:
         self._vocabulary = drafted if drafted < vocabulary else 0
         self.max_k = options.max_draft_tokens if head is not None else 0
         self.off_reason = ""
-        """Why the draft head is loaded but never used; empty if it is used."""
+        """Why the draft head is loaded but not used, at all or yet; empty if it is used."""
         self.parked_reason = ""
         """Why the draft head is not used any more: its logits were not finite."""
         self.depth_reason = ""
         """Why the last round drafted as many tokens as it did; empty before the first."""
 
-    def turn_off(self, reason: str) -> None:
-        """Refuses drafts to all requests."""
-        self.off_reason, self.max_k = reason, 0
+    @property
+    def refusal(self) -> str:
+        """Why no request that begins now drafts; empty if some may."""
+        return self.off_reason or self.parked_reason
 
     def park(self, position: int | None) -> None:
         """Grants no more drafts if an answer stopped drafting at `position`."""
@@ -63,14 +64,14 @@ class DraftControl:
 
     def grants(self, k: int) -> bool:
         """Any thread: whether a request that asks for `k` drafts would draft."""
-        return k > 0 and not self.parked_reason
+        return k > 0 and not self.refusal
 
     def grant(self, request: Parameters) -> Parameters:
-        """The request, without drafts if the head is parked."""
+        """The request, without drafts if there is a `refusal`."""
         if not request.k or self.grants(request.k):
             return request
         changes = {"num_draft_tokens": 0, "adaptive_draft": False}
-        drafting = changed(request.drafting, **changes, drafting_reason=self.parked_reason)
+        drafting = changed(request.drafting, **changes, drafting_reason=self.refusal)
         return replace(request, drafting=drafting)
 
     def depth(self, request: Parameters) -> DepthPolicy:

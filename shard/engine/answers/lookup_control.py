@@ -12,8 +12,10 @@ from ....mtp.drafting.costs import RoundCosts
 from ....mtp.drafting.lookup_drafts import PromptLookup
 from ....mtp.drafting.lookup_length import AdaptiveLength, CopyCosts, CopyEvidence
 from ....mtp.families.taped_gated_delta import keeps_states
+from ....mtp.pieces import Pieces
 from ....mtp.probe import Subject
 from ...model.open_model import MODEL_FAULTS, headline
+from ..measuring import NOT_MEASURED
 from ..options import EngineOptions
 from ..request import Parameters
 from .draft_profile import DraftProfile
@@ -27,7 +29,6 @@ STATE_LENGTHS: Final = (3, 31)
 """The same where a layer's kernel keeps its state after each of up to 16 rows. 4 rows have the
 states that drafts of a head take, for which the planner's headroom suffices; beyond 16 rows the
 inputs of the rows are kept in place of states."""
-NOT_MEASURED: Final = "it was not measured"
 NOT_EXACT_TOGETHER: Final = (
     "it shared its steps, and on this machine a verify in a batch does not compute what single "
     "steps do, so copied drafts could change an answer"
@@ -53,12 +54,12 @@ class LookupControl:
         self._costs = CopyCosts(RoundCosts(), {})
         self._evidence = CopyEvidence()
 
-    def probe(self, subject: Subject, profile: DraftProfile) -> None:
+    def probe(self, subject: Subject, profile: DraftProfile) -> Pieces[None]:
         """Measures which lengths are exact and what they cost, or reads it from the profile."""
         if self.off_reason:
             return
         try:
-            copies = probe_copies(subject, self._candidates, profile)
+            copies = yield from probe_copies(subject, self._candidates, profile)
         except MODEL_FAULTS as fault:  # only the probe's own state is lost
             self.off_reason = f"this model cannot verify copied drafts ({headline(fault)})"
             log.warning("%s: prompt lookup is off", self.off_reason)
@@ -77,25 +78,25 @@ class LookupControl:
 
     def probe_shared(
         self, subject: Subject, identity: str, head: int, profile: DraftProfile
-    ) -> None:
+    ) -> Pieces[None]:
         """The same for batches, called after `probe`. `identity`: whether batches are exact.
 
         `head`: drafts of the head up to which each row of a batch is exact as well.
         """
         if self.off_reason:
             return
-        self.shared_reason = NOT_EXACT_TOGETHER
         if identity != "bitwise":
+            self.shared_reason = NOT_EXACT_TOGETHER
             return
         try:
-            copies = probe_shared_copies(subject, self._lengths, profile)
+            copies = yield from probe_shared_copies(subject, self._lengths, profile)
         except MODEL_FAULTS as fault:  # only the probe's own state is lost
             self.shared_reason = f"batches cannot verify copied drafts ({headline(fault)})"
             log.warning("%s: requests that share steps do not copy", self.shared_reason)
             return
         ratios = {(size, length): ratio for size, length, ratio in copies.ratios}
+        self.shared_reason = "" if copies.exact else NOT_EXACT_TOGETHER
         if copies.exact:
-            self.shared_reason = ""
             self.policy.allow(copies.exact, ratios, head)
 
     def reason(self, request: Parameters, *, shared: bool = False) -> str:

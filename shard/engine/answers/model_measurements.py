@@ -1,16 +1,22 @@
-"""Measurements of a first stage before its first request: exactness, and the costs of rounds."""
+"""Measurements of a first stage: exactness, and the costs of rounds.
+
+Each is used from the request after it on. What a request may use is decided when it begins, so
+that a measurement which ends meanwhile changes none of its tokens.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ....mtp.probe import Costs, Subject, measure_costs
+from ....mtp.pieces import Pieces, result_of
+from ....mtp.probe import Costs, Subject, measure_costs, warm_up
 from ....mtp.targets import Target
 from ...kernels.first_choices import choose_first
 from ...model.open_model import MODEL_FAULTS, headline
 from ...model.tensors import DTYPES
 from ..drafter import new_draft
+from ..measuring import NOT_MEASURED, Measuring
 from ..options import EngineOptions
 from ..request import Request
 from ..round_forms import RoundForms
@@ -52,9 +58,9 @@ class ModelMeasurements:
         `shares_prompts`: whether prompts may be read in one forward.
         """
         self.identity = "off"
-        """The greedy identity of drafts; "off" without a draft head."""
+        """The greedy identity of drafts; "off" without a draft head, or until it is measured."""
         self.batch_identity = "off"
-        """"off" where no requests are decoded together."""
+        """"off" where no requests are decoded together, or until it is measured."""
         self.batching_reason = batching_refusal(options, make_caches())
         """Why no requests share forwards; empty where they may."""
         self._forms = forms
@@ -64,16 +70,12 @@ class ModelMeasurements:
         self._lookup = lookup
         self.profile = profile
 
+        self._clock = clock
+        self._measuring: Measuring | None = None
         model = drafting.model()
         make_drafter = None if model is None else partial(new_draft, model)
         context = options.context_length
-        self._on_trial: Callable[[], None] = lambda: None
-
-        def caches() -> list[Any]:
-            self._on_trial()
-            return make_caches()
-
-        self.subject = Subject(target, caches, vocabulary, context, clock, make_drafter)
+        self.subject = Subject(target, make_caches, vocabulary, context, clock, make_drafter)
 
     @property
     def fixed_rows(self) -> int:
@@ -86,55 +88,91 @@ class ModelMeasurements:
         size, which `identity` does not cover."""
         return self.identity == "bitwise" and not self.fixed_rows
 
-    def measure(self, on_trial: Callable[[], None] = lambda: None) -> None:
-        """Measures both identities and the costs of rounds for the largest K, or reads them from
-        the profile; compiles the kernels that answers use. `on_trial` is called before each trial.
+    def begin(self) -> Measuring:
+        """Takes up what the profile has of both identities, of copies and of the costs of rounds
+        for the largest K. What it lacks is refused to requests until `step` has measured it.
         """
-        self._on_trial = on_trial
-        k, vocabulary = self._drafting.max_k, self.subject.vocabulary
-        choose_first(vocabulary, k, DTYPES[self._options.dtype])
+        if self._drafting.max_k:
+            self._drafting.off_reason = NOT_MEASURED
         if not self.batching_reason:
-            match self._forms:
-                case RoundForms() as forms:
-                    self._measure_batch(forms, k)
-                case StageRounds() as rounds:
-                    rounds.probe(0, vocabulary, self._options.context_length)
-                    self.batching_reason = rounds.batching_reason
-        self._lookup.probe(self.subject, self.profile)
-        if k:
-            self._measure_drafts(k)
+            self.batching_reason = NOT_MEASURED
+        # Strict mode may turn out not to hold, which changes the rows of every forward.
+        only_idle = bool(self.fixed_rows)
+        positions = self.subject.target.rope_positions
+        self._measuring = Measuring(
+            self._pieces(), self._clock, lambda: positions.set_deltas([0]), only_idle=only_idle
+        )
+        return self._measuring
+
+    def step(self, *, idle: bool) -> bool:
+        """See `Measuring.step`."""
+        return self._measuring is not None and self._measuring.step(idle=idle)
+
+    def measure(self) -> None:
+        """Measures at once what the profile lacks."""
+        self.begin().finish()
+
+    def _pieces(self) -> Pieces[None]:
+        k = self._drafting.max_k
+        parts = [self._measure_drafts(k), self._measure_batches(k)]
+        if isinstance(self._forms, RoundForms) and self._forms.counts_on_device:
+            parts.reverse()  # drafts would need a batch's caches
+        for part in parts:
+            yield from part
+        yield from self._lookup.probe(self.subject, self.profile)
+        if k and not self._drafting.off_reason:
+            yield from probe_costs(self.subject, k, self.fixed_rows, self.profile)
+            self.profile.save(at_once=True)
         if not self.batching_reason:
             is_exact = self.identity == self.batch_identity == "bitwise"
-            self._lookup.probe_shared(
+            yield from self._lookup.probe_shared(
                 self.subject, self.batch_identity, k if is_exact else 0, self.profile
             )
         self.profile.save(at_once=True)
+        yield from choose_first(self.subject.vocabulary, k, DTYPES[self._options.dtype])
+        if isinstance(self._forms, RoundForms):  # it is the whole model
+            yield from warm_up(self.subject, range(1, k + 2))
 
     def costs(self, prompt: Sequence[int], k: int, repeats: int) -> Costs:
         """Seconds of verifies and of up to `k` drafts after `prompt`; see `mtp.probe`."""
-        return measure_costs(self.subject, prompt, k, repeats)
+        return result_of(measure_costs(self.subject, prompt, k, repeats))
 
-    def _measure_drafts(self, k: int) -> None:
-        rows = self.fixed_rows
-        if rows:
-            if reason := probe_fixed_rows(self.subject, rows):
-                self._drafting.turn_off(reason)
-                assert isinstance(self._forms, RoundForms)
-                self._forms.fixed_rows = 0
-                return
-            self.identity = "bitwise"
-        else:
-            self.identity = probe_identity(self.subject, k, self.profile)
-        probe_costs(self.subject, k, rows, self.profile)
-
-    def _measure_batch(self, forms: RoundForms, k: int) -> None:
-        try:
-            self.batch_identity = probe_batch_identity(
-                self.subject, k, self.profile, shares_prompts=self._shares_prompts
-            )
-        except MODEL_FAULTS as fault:  # only the probe's own state is lost
-            self.batching_reason = f"this model cannot be computed in batches ({headline(fault)})"
-            log.warning("%s: its requests take turns", self.batching_reason)
-            forms.counts_on_device = False  # by a batch's caches
+    def _measure_drafts(self, k: int) -> Pieces[None]:
+        if not k:
             return
+        reason = ""
+        try:
+            if rows := self.fixed_rows:
+                reason = yield from probe_fixed_rows(self.subject, rows)
+                self.identity = "off" if reason else "bitwise"
+            else:
+                self.identity = yield from probe_identity(self.subject, k, self.profile)
+        except MODEL_FAULTS as fault:  # only the probe's own state is lost
+            reason = f"drafts cannot be measured here ({headline(fault)})"
+            log.warning("%s: nothing is drafted", reason)
+        if reason and isinstance(self._forms, RoundForms):
+            self._forms.fixed_rows = 0
+        self._drafting.off_reason = reason
+        self.profile.save(at_once=True)
+
+    def _measure_batches(self, k: int) -> Pieces[None]:
+        if self.batching_reason != NOT_MEASURED:
+            return
+        reason = ""
+        try:
+            match self._forms:
+                case RoundForms():
+                    self.batch_identity = yield from probe_batch_identity(
+                        self.subject, k, self.profile, shares_prompts=self._shares_prompts
+                    )
+                case StageRounds() as rounds:
+                    context = self._options.context_length
+                    yield from rounds.probe(0, self.subject.vocabulary, context)
+                    reason = rounds.batching_reason
+        except MODEL_FAULTS as fault:
+            reason = f"this model cannot be computed in batches ({headline(fault)})"
+            log.warning("%s: its requests take turns", reason)
+            if isinstance(self._forms, RoundForms):
+                self._forms.counts_on_device = False  # by a batch's caches
+        self.batching_reason = reason
         self.profile.save(at_once=True)

@@ -1,4 +1,4 @@
-"""Measures a model before its first request; a profile keeps the results for its next load."""
+"""Measures a loaded model in pieces; a profile keeps the results for its next load."""
 
 from collections.abc import Sequence
 
@@ -7,6 +7,7 @@ from ....mtp.caches.batch_caches import can_batch
 from ....mtp.drafting.batch_lookup import sizes_of
 from ....mtp.drafting.costs import RoundCosts
 from ....mtp.lookup_probe import measure_batch, measure_copies
+from ....mtp.pieces import Pieces
 from ....mtp.probe import (
     LONGEST_PROBED,
     PROMPT_ROWS,
@@ -15,7 +16,6 @@ from ....mtp.probe import (
     fixed_rows_identity,
     greedy_identity,
     measure_costs,
-    warm_up,
 )
 from ..options import EngineOptions
 from .draft_profile import DraftProfile, MeasuredCopies, MeasuredIdentity, MeasuredSharedCopies
@@ -36,48 +36,45 @@ def batching_refusal(options: EngineOptions, caches: Sequence[object]) -> str:
     return ""
 
 
-def probe_identity(subject: Subject, k: int, profile: DraftProfile) -> str:
+def probe_identity(subject: Subject, k: int, profile: DraftProfile) -> Pieces[str]:
     """`greedy_identity` for up to `k` drafts, measured once for each profile.
 
-    If the profile has it, only the kernels are compiled. A profile's key names all that decides the
-    result: device, checkpoint, dtype, versions, kernels.
+    If the profile has it, there are no pieces. A profile's key names all that decides the result:
+    device, checkpoint, dtype, versions, kernels.
     """
     measured, context = profile.identity, min(subject.context_length, LONGEST_PROBED)
     if measured is not None and (measured.k, measured.context_length) == (k, context):
-        warm_up(subject, range(1, k + 2))
         return measured.value
-    value = greedy_identity(subject, k)
+    value = yield from greedy_identity(subject, k)
     profile.identity = MeasuredIdentity(value=value, k=k, context_length=context)
     return value
 
 
 def probe_batch_identity(
     subject: Subject, k: int, profile: DraftProfile, *, shares_prompts: bool = True
-) -> str:
+) -> Pieces[str]:
     """`batch_identity` for up to `k` drafts, measured once for each profile."""
     measured, context = profile.batch_identity, min(subject.context_length, LONGEST_PROBED)
     if measured is not None and (measured.k, measured.context_length) == (k, context):
         return measured.value
-    value = batch_identity(subject, k, shares_prompts=shares_prompts)
+    value = yield from batch_identity(subject, k, shares_prompts=shares_prompts)
     profile.batch_identity = MeasuredIdentity(value=value, k=k, context_length=context)
     return value
 
 
-def probe_copies(subject: Subject, lengths: Sequence[int], profile: DraftProfile) -> MeasuredCopies:
-    """Measures which `lengths` of copied drafts are exact, and their costs, once for each profile.
-
-    If the profile has them, only the kernels are compiled.
-    """
+def probe_copies(
+    subject: Subject, lengths: Sequence[int], profile: DraftProfile
+) -> Pieces[MeasuredCopies]:
+    """Measures which `lengths` of copied drafts are exact, and their costs, once a profile."""
     measured, context = profile.copies, min(subject.context_length, LONGEST_PROBED)
     widths = [length + 1 for length in lengths]
     if measured is not None and (measured.lengths, measured.context_length) == (
         tuple(lengths),
         context,
     ):
-        warm_up(subject, [length + 1 for length in measured.exact])
         return measured
-    exact = exact_widths(subject, widths)
-    seconds = measure_copies(subject, lengths, REPEATS)
+    exact = yield from exact_widths(subject, widths)
+    seconds = yield from measure_copies(subject, lengths, REPEATS)
     profile.copies = MeasuredCopies(
         lengths=tuple(lengths),
         exact=tuple(width - 1 for width in exact),
@@ -90,7 +87,7 @@ def probe_copies(subject: Subject, lengths: Sequence[int], profile: DraftProfile
 
 def probe_shared_copies(
     subject: Subject, lengths: Sequence[int], profile: DraftProfile
-) -> MeasuredSharedCopies:
+) -> Pieces[MeasuredSharedCopies]:
     """Measures which `lengths` are exact in batches as well, and what their rounds cost, once for
     each profile. `lengths`: exact ones of a request that is alone."""
     measured, context = profile.shared_copies, min(subject.context_length, LONGEST_PROBED)
@@ -100,15 +97,16 @@ def probe_shared_copies(
     ):
         return measured
     sizes = {length: sizes_of(length, SIZES[-1]) for length in lengths}
-    exact = [
-        length
-        for length in lengths
-        if sizes[length] and batch_identity(subject, length, sizes[length]) == "bitwise"
-    ]
+    exact = list[int]()
+    for length in lengths:
+        if not sizes[length]:
+            continue
+        if (yield from batch_identity(subject, length, sizes[length])) == "bitwise":
+            exact.append(length)
     ratios = list[tuple[int, int, float]]()
     for size in sorted({size for length in exact for size in sizes[length]}):
         of_size = [length for length in exact if size in sizes[length]]
-        measures = measure_batch(subject, size, of_size, REPEATS)
+        measures = yield from measure_batch(subject, size, of_size, REPEATS)
         ratios += [(size, length, ratio) for length, ratio in measures.items()]
     profile.shared_copies = MeasuredSharedCopies(
         lengths=tuple(lengths), exact=tuple(exact), context_length=context, ratios=tuple(ratios)
@@ -116,19 +114,19 @@ def probe_shared_copies(
     return profile.shared_copies
 
 
-def probe_fixed_rows(subject: Subject, rows: int) -> str:
+def probe_fixed_rows(subject: Subject, rows: int) -> Pieces[str]:
     """Why drafts must stay off in strict mode with `rows` rows in each forward; "" where it is
     exact. Measured at each load, since strict mode is for users who want a fresh proof."""
-    check = fixed_rows_identity(subject, rows)
+    check = yield from fixed_rows_identity(subject, rows)
     return "" if check.holds else check.reason
 
 
-def probe_costs(subject: Subject, k: int, fixed_rows: int, profile: DraftProfile) -> None:
+def probe_costs(subject: Subject, k: int, fixed_rows: int, profile: DraftProfile) -> Pieces[None]:
     """Measures the seconds of rounds of up to `k` drafts, unless the profile has them."""
     if len(profile.costs.probed) > k:
         return
     ids = [(11 * i + 5) % subject.vocabulary for i in range(PROMPT_ROWS)]
-    costs = measure_costs(subject, ids, k, REPEATS)
+    costs = yield from measure_costs(subject, ids, k, REPEATS)
     # In strict mode a plain step has as many rows as the largest verify.
     verify = [costs.verify[-1]] * len(costs.verify) if fixed_rows else costs.verify
     rounds = [a + b for a, b in zip(verify, (0.0, *costs.draft), strict=True)]

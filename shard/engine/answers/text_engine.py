@@ -122,16 +122,14 @@ class TextEngine:
         self._engine = Engine(
             self._executor, self._scheduler(), clock, keeps_chunk=options.keeps_chunk
         )
-        self.measurements = self._measurements(forms, profile, vocabulary)
+        self.measurements = self._measurements(forms, profile)
 
     def _round_forms(self, caches: Sequence[object], runs_ahead: bool | None) -> RoundForms:
         rows = self._options.fixed_rows
         drafts = self._options.async_draft_eval and not rows
         return RoundForms.of(caches, rows, runs_ahead, kernels=self._kernels, drafts=drafts)
 
-    def _measurements(
-        self, forms: RoundForms, profile: DraftProfile, vocabulary: int
-    ) -> ModelMeasurements:
+    def _measurements(self, forms: RoundForms, profile: DraftProfile) -> ModelMeasurements:
         return ModelMeasurements(
             forms if isinstance(self._executor, LocalExecutor) else self._executor.rounds,
             self._target,
@@ -140,7 +138,7 @@ class TextEngine:
             self.drafting,
             self.lookup,
             profile,
-            vocabulary,
+            self.limits.vocabulary,
             self._clock,
             shares_prompts=self._can_batch_prompts,
         )
@@ -168,11 +166,16 @@ class TextEngine:
             case PipelineExecutor():
                 return Scheduler(rows, chunk, stages=max(2, self._options.num_stages))
 
+    def step(self) -> bool:
+        """Does a piece of work of requests, and of a measurement if due; False if there is none."""
+        busy = self._engine.step()
+        return self.measurements.step(idle=not self._engine.keys) or busy
+
     def drive(
         self, compute: ComputeThread, parameters: Parameters, deliver: Deliver, on_end: OnEnd
     ) -> AnswerHandle:
         """Any thread: answers on the compute thread, which calls `deliver` and, once, `on_end`."""
-        compute.attach(self._engine.step)
+        compute.attach(self.step)
         if self._link is not None:
             self._link.listen(lambda: compute.post(lambda: None))  # wakes the compute thread
         handle = AnswerHandle(self, compute)
@@ -309,9 +312,7 @@ class TextEngine:
         embed = embedding_of(self._stage.model)
         return PromptImages(request.prompt, request.images, self._tower, embed)
 
-    def _answer_end(
-        self, answer: AnswerEvents, request: Request, reason: FinishReason
-    ) -> AnswerEnd:
+    def _answer_end(self, answer: AnswerEvents, request: Request, why: FinishReason) -> AnswerEnd:
         parameters, text, measured = answer.request, answer.text, self.measurements
         self.drafting.park(request.drafts.parked_at)
         depth_reason = self._note_depth(request) if parameters.k else ""
@@ -340,7 +341,7 @@ class TextEngine:
         if isinstance(self._executor, PipelineExecutor):
             measured.batch_identity = "bitwise" if self._executor.rounds.is_same else "near_tie"
         batch_identity = measured.batch_identity if stats.batched_tokens else "off"
-        return AnswerEnd(reason, text.finish(), stats, identity, batch_identity, text.stopped_by)
+        return AnswerEnd(why, text.finish(), stats, identity, batch_identity, text.stopped_by)
 
     @property
     def depth_reason(self) -> str:
@@ -355,13 +356,9 @@ class TextEngine:
         return self.drafting.depth_reason
 
     def _public_fault(self, parameters: Parameters, fault: Exception) -> Exception:
-        return public_fault(
-            fault,
-            parameters.grammar,
-            self._options.dtype,
-            is_whole=self._link is None,
-            clear_prefixes=self._prefixes.clear,
-        )
+        whole, clear = self._link is None, self._prefixes.clear
+        dtype = self._options.dtype
+        return public_fault(fault, parameters.grammar, dtype, is_whole=whole, clear_prefixes=clear)
 
     @property
     def placeholder(self) -> int:

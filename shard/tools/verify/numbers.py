@@ -10,6 +10,7 @@ import mlx.core as mx
 from ....mtp.caches.batch_caches import left_aligned
 from ....mtp.caches.positions import Positions
 from ....mtp.caches.rollback import RowCache, holds_rows, row_count, state_arrays
+from ....mtp.pieces import result_of
 from ....mtp.probe import (
     LONGEST_PROBED,
     FixedRowsCheck,
@@ -178,7 +179,7 @@ def check_fixed_rows(subject: ModelUnderTest) -> tuple[Check, FixedRowsCheck]:
     measured = Subject(
         subject.target, subject.make_caches, subject.vocabulary, LONGEST_PROBED, time.perf_counter
     )
-    fixed = fixed_rows_identity(measured, rows)
+    fixed = result_of(fixed_rows_identity(measured, rows))
     summary = f"with {rows} rows in every forward, how many are real changes nothing: strict holds"
     if not fixed.holds:
         summary = fixed.reason

@@ -13,7 +13,6 @@ from small import PROMPT, small_engine, small_spec
 
 from exo_node.mtp.drafting.costs import RoundCosts
 from exo_node.mtp.drafting.depth import Prior
-from exo_node.placement.errors import InvalidRequest
 from exo_node.shard.engine.answers.draft_profile import (
     DraftProfile,
     DraftProfileKey,
@@ -149,9 +148,12 @@ def watched(engine: TextEngine, k: int) -> tuple[int, ...]:
 def test_where_fixed_rows_do_not_hold_the_head_is_off_with_the_reason() -> None:
     engine = strict_engine(by_contents)
     assert "strict" in engine.drafting.off_reason
-    assert len(watched(engine, 0)) == 24
-    with pytest.raises(InvalidRequest, match="range of 0 to 0"):
-        _ = watched(engine, 1)
+    assert watched(engine, 1) == watched(engine, 0)
+    got = answer(engine, request(PROMPT, 1, 24))
+    assert (got.stats.num_draft_tokens, got.stats.drafting_reason) == (
+        0,
+        engine.drafting.off_reason,
+    )
 
 
 # ---------------------------------------------------------------- log-probabilities

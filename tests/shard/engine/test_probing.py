@@ -9,8 +9,8 @@ from small import small_engine
 from test_probe import subject_of
 from tiny import taped_qwen
 
+from exo_node.mtp.pieces import result_of
 from exo_node.mtp.probe import LONGEST_PROBED
-from exo_node.mtp.seams import ForwardOutput
 from exo_node.shard.engine.answers.draft_profile import (
     DraftProfile,
     DraftProfileKey,
@@ -32,12 +32,12 @@ def profile_in(folder: Path) -> DraftProfile:
 
 def test_an_identity_is_measured_once_and_outlives_the_process(model: Any, tmp_path: Path) -> None:
     first = profile_in(tmp_path)
-    assert probe_identity(subject_of(model, context=64), 2, first) == "bitwise"
+    assert result_of(probe_identity(subject_of(model, context=64), 2, first)) == "bitwise"
     # Another value than would be measured now, so that a second measurement would show.
     first.identity = MeasuredIdentity(value="near_tie", k=2, context_length=64)
     first.save()
     again = profile_in(tmp_path)
-    assert probe_identity(subject_of(model, context=64), 2, again) == "near_tie"
+    assert result_of(probe_identity(subject_of(model, context=64), 2, again)) == "near_tie"
 
 
 @pytest.mark.parametrize(("k", "context"), [(3, 64), (1, 64), (2, 128)])
@@ -46,7 +46,7 @@ def test_another_k_or_context_is_measured_anew(
 ) -> None:
     profile = profile_in(tmp_path)
     profile.identity = MeasuredIdentity(value="near_tie", k=2, context_length=64)
-    assert probe_identity(subject_of(model, context=context), k, profile) == "bitwise"
+    assert result_of(probe_identity(subject_of(model, context=context), k, profile)) == "bitwise"
     assert profile.identity == MeasuredIdentity(value="bitwise", k=k, context_length=context)
 
 
@@ -57,30 +57,31 @@ def test_contexts_beyond_the_longest_that_is_probed_share_what_was_measured(
     profile = profile_in(tmp_path)
     profile.identity = MeasuredIdentity(value="near_tie", k=2, context_length=LONGEST_PROBED)
     for context in (LONGEST_PROBED, 32_768, 262_144):
-        assert probe_identity(subject_of(model, context=context), 2, profile) == "near_tie"
+        assert (
+            result_of(probe_identity(subject_of(model, context=context), 2, profile)) == "near_tie"
+        )
         profile.batch_identity = profile.identity
-        assert probe_batch_identity(subject_of(model, context=context), 2, profile) == "near_tie"
+        assert (
+            result_of(probe_batch_identity(subject_of(model, context=context), 2, profile))
+            == "near_tie"
+        )
 
 
-def test_a_remembered_identity_still_warms_the_kernels_up(model: Any, tmp_path: Path) -> None:
-    rows: list[int] = []
-
-    def counted(block: ForwardOutput, tokens: mx.array, caches: object) -> ForwardOutput:
-        del caches
-        rows.append(int(tokens.size))
-        return block
-
+def test_a_remembered_identity_has_no_pieces(model: Any, tmp_path: Path) -> None:
     profile = profile_in(tmp_path)
     profile.identity = MeasuredIdentity(value="bitwise", k=3, context_length=64)
-    assert probe_identity(subject_of(model, counted, 64), 3, profile) == "bitwise"
-    assert rows[1:] == [1, 2, 3, 4]
+    profile.batch_identity = profile.identity
+    subject = subject_of(model, context=64)
+    assert not list(probe_identity(subject, 3, profile))
+    assert not list(probe_batch_identity(subject, 3, profile))
 
 
-def test_choosing_is_tried_as_a_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choosing_is_tried_as_a_model_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     served, tried = small_engine(native_mtp=False, batching=False), list[object]()
 
-    def tries(*args: object) -> None:
+    def tries(*args: object) -> list[None]:
         tried.append(args)
+        return []
 
     monkeypatch.setattr("exo_node.shard.engine.answers.model_measurements.choose_first", tries)
     served.measurements.measure()

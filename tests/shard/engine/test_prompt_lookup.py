@@ -15,6 +15,7 @@ from readers import GREEDY, engine, prompt
 from shims import by_rows, perturb
 from small import small_engine
 
+from exo_node.mtp.pieces import result_of
 from exo_node.mtp.types import Sampling
 from exo_node.shard.engine.answers.draft_profile import DraftProfile, DraftProfileKey
 from exo_node.shard.engine.answers.lookup_control import LENGTHS, NOT_ASKED
@@ -92,14 +93,14 @@ PROFILE = DraftProfileKey("chip", "f" * 64, "float32", "0", 0, 0)
 def test_lengths_are_measured_once(tmp_path: Path) -> None:
     profile = DraftProfile.open(str(tmp_path), PROFILE, Clock())
     served = small_engine(prompt_lookup=True, context_length=512)
-    served.lookup.probe(served.measurements.subject, profile)
+    result_of(served.lookup.probe(served.measurements.subject, profile))
     assert profile.copies is not None
     assert (profile.copies.lengths, profile.copies.exact) == (LENGTHS, LENGTHS)
     profile.copies = profile.copies.model_copy(update={"exact": (3,)})
     profile.save(at_once=True)
     again = DraftProfile.open(str(tmp_path), PROFILE, Clock())
     second = small_engine(prompt_lookup=True, context_length=512)
-    second.lookup.probe(second.measurements.subject, again)
+    result_of(second.lookup.probe(second.measurements.subject, again))
     lookup = second.lookup.lookup(parameters())
     assert lookup is not None and lookup.policy.longest == 3
 
@@ -107,7 +108,7 @@ def test_lengths_are_measured_once(tmp_path: Path) -> None:
 def test_rows_that_change_numbers_turn_it_off_with_the_reason() -> None:
     served = small_engine(prompt_lookup=True, context_length=512)
     assert perturb(served._stage.model, by_rows) > 0
-    served.lookup.probe(served.measurements.subject, served.measurements.profile)
+    result_of(served.lookup.probe(served.measurements.subject, served.measurements.profile))
     assert "does not compute what single steps do" in served.lookup.reason(parameters())
     result = answer(served, parameters())
     assert result.stats.lookup_rounds == 0

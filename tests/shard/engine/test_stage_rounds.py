@@ -84,7 +84,7 @@ def test_what_a_stage_computes_otherwise_together_is_said(
 ) -> None:
     """Also where the stages after it do not."""
     pipeline, readers = staged(bounds), few_tokens(2 * (len(bounds) - 1))
-    pipeline.workers[0].probe()
+    pipeline.workers[0].begin_measuring().finish()
     rounds = pipeline.workers[0]._rounds  # pyright: ignore[reportPrivateUsage]
     assert rounds.is_same and not rounds.batching_reason and not rounds.groups.bytes
     hidden = StageModel.hidden
@@ -94,7 +94,7 @@ def test_what_a_stage_computes_otherwise_together_is_said(
         return hidden(model, tokens, *rest) * (1 + 1e-6 * differs)
 
     monkeypatch.setattr(StageModel, "hidden", by_batch)
-    pipeline.workers[0].probe()
+    pipeline.workers[0].begin_measuring().finish()
     pipeline.engine.measurements.measure()
     assert rounds.is_same == (stage == 0)
     together(pipeline.engine, readers)
@@ -124,7 +124,7 @@ def test_layers_that_compute_no_batch_are_passed_one_request_at_a_time(
 
     monkeypatch.setattr(StageModel, "hidden", refused)
     if first:
-        pipeline.workers[0].probe()
+        pipeline.workers[0].begin_measuring().finish()
     else:
         pipeline.engine.measurements.measure()
     together(pipeline.engine, readers)

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import pytest
 
+from exo_node.mtp.pieces import result_of
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.types import Sampling
 from exo_node.shard.kernels.first_choices import WAYS, choose_first
@@ -20,7 +21,7 @@ def test_every_way_draws_a_token_drafts_and_a_verdict_where_that_is_compiled_at_
         return judge(self, logits, *rest)  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr(Sampler, "judge", watch)
-    choose_first(512, k, mx.bfloat16)
+    result_of(choose_first(512, k, mx.bfloat16))
     assert judged == [(k + 1, 512)] * (compiles * len(WAYS))
 
 

@@ -1,0 +1,111 @@
+"""Nodes that never loaded the model answer before they have measured it, and with the same ids."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import STORY
+from nodes import Node, copy_key, eventually, grpc_address, node, sees
+
+WHILE_IDLE = {"EXO_MEASURE_AT_LOAD": "0"}
+LIMIT_S = 600.0
+"""Long: other processes may keep the machine busy."""
+FIELDS: dict[str, Any] = {"max_tokens": len(STORY["greedy_ids"]), "return_token_ids": True}
+
+pytestmark = pytest.mark.timeout(1800)
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Iterator[Node]:
+    flags = ("--no-mdns", "--dtype", "float32")
+    with node(tmp_path / "fresh", *flags, env=WHILE_IDLE, measures=True) as running:
+        yield running
+
+
+def model(running: Node) -> Any:
+    return running.call("GET", "/v1/models/demo").body
+
+
+def is_measured(running: Node) -> bool:
+    entry = model(running)
+    lookup = entry["prompt_lookup"]
+    if lookup is None or not lookup["enabled"]:
+        return False
+    return entry["native_mtp"]["greedy_identity"] == "bitwise"
+
+
+def story(running: Node) -> Any:
+    """The statistics of an answer that has the oracle's ids."""
+    body = running.chat(STORY["prompt"], **FIELDS)
+    assert body["choices"][0]["token_ids"] == STORY["greedy_ids"]
+    return body["generation_stats"]
+
+
+def test_the_first_answer_waits_for_no_measurement_and_later_ones_have_its_drafts(
+    fresh: Node,
+) -> None:
+    first = story(fresh)
+    assert (first["drafter_kind"], first["num_draft_tokens"]) == ("none", 0)
+    for field in ("drafting_reason", "lookup_reason", "batching_reason"):
+        assert first[field].startswith("not measured yet"), (field, first[field])
+    _ = story(fresh)  # while it is measured, perhaps
+    eventually(lambda: is_measured(fresh), LIMIT_S)
+    later = story(fresh)
+    assert later["drafter_kind"] == "native_mtp" and later["accepted_draft_tokens"] > 0
+    assert (later["greedy_identity"], later["lookup_reason"]) == ("bitwise", "")
+    drafting = fresh.call("GET", "/v1/placements").body["data"][0]["drafting"]
+    assert drafting["drafter_kind"] == "native_mtp" and drafting["prompt_lookup"]["enabled"]
+    assert fresh.stop() == 0
+    assert "Traceback" not in fresh.log.read_text()
+
+
+def test_a_runner_that_is_killed_while_it_measures_leaves_whole_results(fresh: Node) -> None:
+    _ = story(fresh)
+
+    def has_begun() -> bool:
+        entry = model(fresh)
+        return bool(entry["native_mtp"]) and entry["native_mtp"]["greedy_identity"] == "bitwise"
+
+    eventually(has_begun, LIMIT_S)  # of drafts, which come first
+    killed = fresh.stages()[0]["pid"]
+    os.kill(killed, signal.SIGKILL)
+    kept = list((fresh.data_dir / "profiles").glob("*.json"))
+    assert kept and all(json.loads(path.read_bytes()) for path in kept)
+    again = story(fresh)
+    assert again["num_draft_tokens"] > 0, "what was measured by then holds after the next load"
+    eventually(lambda: is_measured(fresh), LIMIT_S)
+    assert fresh.stages()[0]["pid"] != killed
+    assert story(fresh)["accepted_draft_tokens"] > 0
+
+
+def test_an_answer_that_drafted_goes_on_at_a_node_that_never_loaded_the_model(
+    tmp_path: Path,
+) -> None:
+    flags = ("--no-mdns", "--dtype", "float32")
+    with node(tmp_path / "spare", *flags, env=WHILE_IDLE, measures=True) as spare:
+        home = copy_key(spare, tmp_path / "first")
+        peer = ("--peer", grpc_address(spare))
+        with node(home, *flags, *peer, measures=True) as first:
+            eventually(lambda: sees(spare, 2), LIMIT_S)
+            body = {"model": "demo", "nodes": ["first"]}
+            assert spare.call("POST", "/v1/placements", body).status in (200, 201, 202)
+            eventually(lambda: is_measured(spare), LIMIT_S)
+            runner = first.stages()[0]["pid"]
+            ids, stats = list[int](), dict[str, Any]()
+            fields = {"num_draft_tokens": 1, "stream_options": {"include_usage": True}}
+            with spare.stream(STORY["prompt"], **(FIELDS | fields)) as events:
+                for event in events:
+                    for choice in () if event == "[DONE]" else event.get("choices", ()):
+                        ids += choice.get("token_ids") or ()
+                    if len(ids) > 1 and first.process.poll() is None:
+                        first.process.kill()
+                        os.kill(runner, signal.SIGKILL)
+                        _ = first.process.wait()
+                    if event != "[DONE]":
+                        stats = event.get("generation_stats") or stats
+            assert ids == STORY["greedy_ids"]
+            assert stats["resumes"] == 1 and stats["resume_exact"]

@@ -1,0 +1,289 @@
+"""What is not measured yet is not used; what is measured then changes no answer in progress."""
+
+# pyright: reportPrivateUsage=false
+
+import logging
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from clocks import Clock
+from engines import answer, engine_of, load_quietly, request
+from pipelines import TWO
+from readers import Reader, prompt, together
+from shims import by_rows, perturb
+from small import small_engine, small_spec
+from staged_readers import alone as staged_alone
+from staged_readers import few_tokens, staged, tokens_of
+
+from exo_node.mtp.types import Round
+from exo_node.shard.engine.answers import model_measurements
+from exo_node.shard.engine.answers.draft_profile import DraftProfile, DraftProfileKey
+from exo_node.shard.engine.answers.text_engine import TextEngine
+from exo_node.shard.engine.measuring import BUSY_PAUSE, NOT_MEASURED, Measuring
+from exo_node.shard.engine.request import Parameters
+from exo_node.shard.model.stage_model import StageModel
+
+KEY = DraftProfileKey("chip", "f" * 64, "float32", "0", 0, 0)
+CONTEXT = 512
+
+
+# ------------------------------------------------------------------------- pieces and their time
+
+
+def pieces(clock: Clock, done: list[float], seconds: Sequence[float]) -> Generator[None]:
+    for each in seconds:
+        yield
+        clock.now += each
+        done.append(each)
+
+
+def test_an_idle_stage_does_one_piece_a_step_until_none_is_left() -> None:
+    clock, done = Clock(), list[float]()
+    measuring = Measuring(pieces(clock, done, [1, 2, 3]), clock)
+    assert not done, "the first piece waits for an idle moment"
+    counts = [len(done) for _ in range(3) if measuring.step(idle=True)]
+    assert (counts, measuring.is_done) == ([1, 2, 3], True)
+    assert not measuring.step(idle=True)
+
+
+@pytest.mark.smoke
+def test_between_requests_in_progress_pieces_take_a_small_share_of_the_time() -> None:
+    clock, done = Clock(), list[float]()
+    measuring = Measuring(pieces(clock, done, [0.05, 0.05, 0.05]), clock)
+    assert measuring.step(idle=False)
+    clock.now += BUSY_PAUSE * 0.05 - 0.01
+    assert not measuring.step(idle=False)
+    clock.now += 0.02
+    assert measuring.step(idle=False)
+    assert not measuring.step(idle=False)
+    assert measuring.step(idle=True), "and all of it where there is none"
+
+
+def test_what_may_change_requests_in_progress_waits_for_their_end() -> None:
+    clock, done = Clock(step=100), list[float]()
+    measuring = Measuring(pieces(clock, done, [1]), clock, only_idle=True)
+    assert not any(measuring.step(idle=False) for _ in range(9))
+    assert measuring.step(idle=True)
+
+
+def test_a_measurement_that_fails_is_logged_once_and_ends(caplog: pytest.LogCaptureFixture) -> None:
+    def failing() -> Generator[None]:
+        yield
+        raise MemoryError("no room")
+
+    measuring = Measuring(failing(), Clock())
+    assert measuring.step(idle=True)
+    assert measuring.is_done and not measuring.step(idle=True)
+    assert [r.levelno for r in caplog.records] == [logging.ERROR]
+
+
+# ------------------------------------------------------------------------------------ whole models
+
+
+def unmeasured(folder: Path | None = None, **changes: Any) -> TextEngine:
+    """As a runner has it on a machine that never loaded the model."""
+    profile = None
+    clock = Clock(step=1e-4)
+    if folder is not None:
+        profile = DraftProfile.open(str(folder), KEY, clock)
+    fields = {"native_mtp": True, "prompt_lookup": True, "context_length": CONTEXT}
+    spec = small_spec(**(fields | changes))
+    served = engine_of(load_quietly(spec), spec, profile=profile, clock=clock)
+    _ = served.measurements.begin()
+    return served
+
+
+def measuring_of(served: TextEngine) -> Measuring:
+    measuring = served.measurements._measuring
+    assert measuring is not None
+    return measuring
+
+
+def asked(k: int = 3, tokens: int = 32, **changes: Any) -> Parameters:
+    """A request that would copy: its prompt repeats itself."""
+    rows = [*prompt(0), *prompt(0)]
+    return request(rows, k, tokens, **({"ignore_eos": True, "prompt_lookup": True} | changes))
+
+
+def plain(served: Parameters) -> tuple[int, ...]:
+    solo = small_engine(native_mtp=False, context_length=CONTEXT, batching=False)
+    rows, tokens = served.prompt, served.limits.max_tokens
+    return answer(solo, request(rows, 0, tokens, ignore_eos=True)).ids
+
+
+def measures_on(served: TextEngine) -> Callable[[int], None]:
+    """Does all pieces after the fourth turn of readers, whose answers are in progress."""
+
+    def each(turn: int) -> None:
+        while turn == 4 and not measuring_of(served).is_done:
+            assert served._engine.keys
+            _ = measuring_of(served).step(idle=False)
+
+    return each
+
+
+def test_before_it_is_measured_an_answer_uses_nothing_and_says_so() -> None:
+    served = unmeasured()
+    got = answer(served, asked())
+    assert got.ids == plain(asked())
+    assert {round_.drafted for round_ in got.rounds} == {0}
+    stats = got.stats
+    assert (stats.num_draft_tokens, stats.drafting_reason) == (0, NOT_MEASURED)
+    assert (stats.lookup_reason, stats.batching_reason) == (NOT_MEASURED, NOT_MEASURED)
+    assert not measuring_of(served).is_done
+    while served.step():
+        pass
+    again = answer(served, asked())
+    assert again.ids == got.ids
+    assert again.stats.drafting_reason == again.stats.lookup_reason == ""
+    assert sum(round_.drafted for round_ in again.rounds)
+
+
+@pytest.mark.smoke
+def test_answers_in_progress_keep_to_what_they_began_with() -> None:
+    """All measurements come in between their tokens; the next answers use them."""
+    served = unmeasured()
+    readers = [Reader(asked()), Reader(asked(1, 24))]
+    together(served, readers, measures_on(served))
+    for reader in readers:
+        assert tuple(reader.ids) == plain(reader.request)
+        assert {(r.drafted, r.forward.batch) for r in reader.rounds} == {(0, 1)}
+        assert reader.end is not None and reader.end.stats.batching_reason == NOT_MEASURED
+    later = [Reader(asked(), begins=0), Reader(asked(1, 24), begins=0)]
+    together(served, later)
+    for reader in later:
+        assert tuple(reader.ids) == plain(reader.request)
+        assert sum(r.drafted for r in reader.rounds)
+        assert max(r.forward.batch for r in reader.rounds) == 2
+
+
+def test_a_request_waits_for_one_piece_at_most_while_two_come() -> None:
+    served = unmeasured()
+    for _ in range(5):
+        assert served.step()
+    given = list[object]()
+    for each in (asked(), asked(2, 16)):
+        _ = served.begin(each, given.append, given.append)
+        before = len(given)
+        assert served._engine.step()
+        assert len(given) > before, "the next step is the request's"
+    while served._engine.keys:
+        assert served.step()
+    assert [event for event in given if isinstance(event, BaseException)] == []
+    while served.step():
+        pass
+    assert measuring_of(served).is_done
+
+
+def test_rounds_that_were_drafted_elsewhere_are_resumed_without_drafts() -> None:
+    """As after a loss, on a node that never loaded the model."""
+    measured = small_engine(prompt_lookup=True, context_length=CONTEXT)
+    measured.measurements.measure()
+    whole = answer(measured, asked())
+    assert sum(r.drafted for r in whole.rounds)
+    for cut in (1, len(whole.rounds) // 2):
+        log: Sequence[Round] = whole.rounds[:cut]
+        rest = answer(unmeasured(), asked(attempt=2, replay=log))
+        assert tuple(t for r in log for t in r.tokens) + rest.ids == whole.ids
+
+
+def test_a_stopped_measurement_is_continued_by_the_next_load(tmp_path: Path) -> None:
+    first = unmeasured(tmp_path)
+    while first.measurements.identity == "off":
+        assert first.step()
+    second = unmeasured(tmp_path)  # the first one's process was killed
+    assert second.measurements.identity == "bitwise" and not second.drafting.refusal
+    assert second.measurements.batching_reason == second.lookup.refusal == NOT_MEASURED
+    while second.step():
+        pass
+    third = unmeasured(tmp_path)
+    assert third.measurements.batch_identity == "bitwise"
+    assert (third.lookup.refusal, third.measurements.batching_reason) == ("", "")
+
+
+def test_drafts_that_cannot_be_measured_stay_off_and_are_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*_: object) -> Generator[None]:
+        yield
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(model_measurements, "probe_identity", failing)
+    served = unmeasured()
+    while served.step():
+        pass
+    reason = "drafts cannot be measured here (RuntimeError: out of memory)"
+    got = [answer(served, asked(prompt_lookup=False)) for _ in range(2)]
+    assert {each.stats.drafting_reason for each in got} == {reason}
+    assert got[0].ids == plain(asked())
+    assert [record.message for record in caplog.records] == [f"{reason}: nothing is drafted"]
+    assert served.lookup.refusal == served.measurements.batching_reason == ""
+
+
+def test_rows_that_change_numbers_are_measured_between_answers_too() -> None:
+    spec = small_spec(native_mtp=True, prompt_lookup=True, context_length=CONTEXT)
+    loaded = load_quietly(spec)
+    assert perturb(loaded.model.model, by_rows) > 0
+    served = engine_of(loaded, spec)
+    _ = served.measurements.begin()
+    _ = answer(served, asked())
+    while served.step():
+        pass
+    assert served.measurements.identity == "near_tie"
+    assert "does not compute what single steps do" in served.lookup.refusal
+
+
+def test_a_piece_has_the_positions_of_text_after_an_answer_with_an_image() -> None:
+    served = unmeasured()
+    positions = served._stage.rope_positions
+    positions.set_deltas([7, 9])
+    assert served.step()
+    assert list(positions.deltas) == [0]
+
+
+def test_strict_mode_is_not_measured_while_an_answer_runs() -> None:
+    """It may find that its rows do not hold, which changes those of every forward."""
+    served = unmeasured(fixed_rows=4, prompt_lookup=False)
+    events = served.generate(asked())
+    _ = next(events)
+    assert not any(measuring_of(served).step(idle=False) for _ in range(1000))
+    events.close()
+    while served.step():
+        pass
+    assert served.measurements.identity == "bitwise" and not served.drafting.refusal
+
+
+# ------------------------------------------------------------------------------------ later stages
+
+
+def test_a_later_stage_shares_no_rounds_of_requests_that_began_before_it_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Shared rounds would have other numbers there."""
+    hidden, sizes = StageModel.hidden, list[int]()
+
+    def by_batch(model: StageModel, tokens: mx.array, *rest: Any) -> mx.array:
+        rows = tokens.shape[0]
+        if model.first:
+            sizes.append(rows)
+        return hidden(model, tokens, *rest) * (1 + 1e-2 * (model.first > 0 and rows > 1))
+
+    monkeypatch.setattr(StageModel, "hidden", by_batch)
+    pipeline, readers = staged(TWO), few_tokens(4)
+    worker = pipeline.workers[0]
+    measuring = worker.begin_measuring()
+
+    def each(turn: int) -> None:
+        while turn == 4 and not measuring.is_done:
+            assert worker.live_requests
+            _ = measuring.step(idle=False)
+            sizes.clear()
+
+    together(pipeline.engine, readers, each)
+    assert measuring.is_done and set(sizes) == {1}
+    assert [tokens_of(reader) for reader in readers] == [staged_alone(r.request) for r in readers]
+    together(pipeline.engine, few_tokens(4))
+    assert max(sizes) > 1
