@@ -149,6 +149,7 @@ SLOW_FILES = {
         "shard/engine/test_engine_faults",
         "shard/text/test_prompt_encoder",
         "shard/text/test_published_templates",
+        "shard/text/test_published_tokenizers",
         "shard/model/test_model_classes",
         "shard/engine/test_long_runs",
         "shard/engine/test_engine",
