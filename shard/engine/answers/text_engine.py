@@ -115,9 +115,7 @@ class TextEngine:
         self.prefix_lookup = PrefixLookup(self._prefixes, self._schedule)
         self._answer_reads = AnswerReads(self._schedule, options.context_length)
         forms = self._round_forms(caches, runs_ahead)
-        self._executor = (
-            self._local_executor(forms) if link is None else self._pipeline_executor(link)
-        )
+        self._executor = self._new_executor(forms)
         self.step_times = self._executor.step_times
         self._engine = Engine(
             self._executor, self._scheduler(), clock, keeps_chunk=options.keeps_chunk
@@ -143,20 +141,20 @@ class TextEngine:
             shares_prompts=self._can_batch_prompts,
         )
 
-    def _local_executor(self, forms: RoundForms) -> LocalExecutor:
+    def _new_executor(self, forms: RoundForms) -> LocalExecutor | PipelineExecutor:
+        prefixes, clock = self._prefixes, self._clock
+        if self._link is not None:
+            ends = self._schedule.turn_ends
+            return PipelineExecutor(self._stage, self._link, self._options, prefixes, ends, clock)
         return LocalExecutor(
             self._target,
             self._stage.make_caches,
             self.drafting.model(),
-            self._clock,
-            prefixes=self._prefixes,
+            clock,
+            prefixes=prefixes,
             policy=self.lookup.policy,
             forms=forms,
         )
-
-    def _pipeline_executor(self, link: StageLink) -> PipelineExecutor:
-        prefixes, turn_ends = self._prefixes, self._schedule.turn_ends
-        return PipelineExecutor(self._stage, link, self._options, prefixes, turn_ends, self._clock)
 
     def _scheduler(self) -> Scheduler:
         rows, chunk = self._options.context_length, self._options.prefill_chunk
