@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import signal
 import socket
 import sys
 from collections import deque
@@ -256,7 +257,7 @@ class RunnerProcess:
         """Why the child ended, with its last lines; reports a GPU fault, once, of a loaded one."""
         assert self._process is not None
         code = await self._process.wait()
-        if self._tasks:
+        if self._tasks and code != -signal.SIGKILL:
             _ = await asyncio.wait(self._tasks[:1], timeout=LAST_WORDS_S)
         how = f"was ended by signal {-code}" if code < 0 else f"exited with status {code}"
         how += f" ({self._verdict})" if self._verdict else ""

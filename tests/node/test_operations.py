@@ -29,7 +29,8 @@ class TwoNodes:
 
 
 def test_metrics_count_each_node_of_the_cluster_and_the_memory_of_this_one() -> None:
-    local: Any = SimpleNamespace(version="1", library=None)
+    profiling = SimpleNamespace(gpu_faults={("demo", "watchdog"): 2})
+    local: Any = SimpleNamespace(version="1", library=None, profiling=profiling)
     peering: Any = SimpleNamespace(cluster=TwoNodes())
     placements: Any = SimpleNamespace(records=[])
     metrics = Metrics(Totals(), lambda: 0.0)
@@ -38,3 +39,4 @@ def test_metrics_count_each_node_of_the_cluster_and_the_memory_of_this_one() -> 
     assert 'exo_node_nodes{status="alive"} 2.0' in text
     weights = [row for row in text.splitlines() if "weight" in row and not row.startswith("#")]
     assert [row.split()[-1] for row in weights] == ["700.0"]
+    assert 'exo_node_gpu_faults_total{fault="watchdog",model_name="demo"} 2.0' in text

@@ -50,7 +50,7 @@ CONSTANTS = {
     "node/join/requests.py": {"REFILL_S", "REFILL_OF_ONE_S"},
     "node/api/http/guard.py": {"BODY_TIMEOUT_S"},
     "node/machine/open_files.py": {"LOG_EVERY_S"},
-    "node/runners/runner_log.py": {"STRAY_PERIOD_S"},
+    "node/runners/runner_log.py": {"STRAY_PERIOD_S", "LAST_WORDS_S"},
     # The lifetime of a preflight in a browser's cache.
     "node/api/http/origins.py": {"_PREFLIGHT_S"},
 }

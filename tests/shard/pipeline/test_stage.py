@@ -482,7 +482,7 @@ def test_layers_that_compute_no_batch_have_rounds_computed_one_request_at_a_time
 
     monkeypatch.setattr(StageModel, "hidden", no_batch)
     stage = Stage(model)
-    stage.worker.probe()
+    stage.worker.begin_measuring().finish()
     assert 3 in sizes, "nothing was tried"
     stage.begin(r1=5, r2=2)
     rounds = [stage.round(("r2", 2 + at), ("r1", 5 + at)) for at in range(2)]
