@@ -117,8 +117,8 @@ class LayerProfiles:
         self._profiles: dict[LayerProfileKey, _LayerProfile] = {}
         """The oldest measurement first."""
         self._votes: dict[LayerProfileKey, _Votes] = {}
-        self._limits: dict[LayerProfileKey, tuple[str, ChunkLimit]] = {}
-        """The chunks that GPU faults have limited, with their models' names."""
+        self._limits: dict[str, ChunkLimit] = {}
+        """The chunks that GPU faults have limited, by model: a head then sees each that refuses."""
         self._lock = threading.Lock()
         """`store` runs in threads, because it blocks."""
         files = ((p.lstat().st_mtime_ns, p) for p in folder.glob(f"{_PREFIX}*.json"))
@@ -181,24 +181,24 @@ class LayerProfiles:
         log.info("answers of %s correct what is expected of them", profile.model)
         self._write(key, corrected)
 
-    def chunk_limit(self, checkpoint: str, dtype: str) -> ChunkLimit | None:
+    def chunk_limit(self, model: str) -> ChunkLimit | None:
         """The limit on the rows of a prompt in one forward, or None."""
-        _, limit = self._limits.get(self._key(checkpoint, dtype), ("", None))
-        return limit
+        return self._limits.get(model)
 
     def limit_chunk(self, spec: pb.StageSpec, limit: ChunkLimit) -> Callable[[], None]:
         """Sets a limit at once. Returns the work of saving it, which blocks."""
         key = self._key(spec.checkpoint_sha256, spec.dtype)
-        self._limits[key] = spec.model, limit
+        self._limits[spec.model] = limit
         profile = self._profiles.get(key)
         return lambda: None if profile is None else self._write(key, profile)
 
     def times(self) -> list[pb.LayerTimes]:
         """The times for the heartbeat; the latest measurement of a model is its last entry."""
-        latest = dict(list(self._profiles.items())[-MAX_PROFILES:])
-        unmeasured = [key for key in self._limits if key not in latest][-MAX_PROFILES:]
+        latest = list(self._profiles.items())[-MAX_PROFILES:]
+        measured = {profile.model for _, profile in latest}
+        unmeasured = [model for model in self._limits if model not in measured][-MAX_PROFILES:]
         messages = [
-            *(pb.LayerTimes(model=self._limits[key][0], dtype=key.dtype) for key in unmeasured),
+            *(pb.LayerTimes(model=model) for model in unmeasured),
             *(
                 pb.LayerTimes(
                     model=profile.model,
@@ -207,12 +207,11 @@ class LayerProfiles:
                     mtp_speedup=profile.mtp_speedup,
                     **{name: getattr(profile, name) for name in TIMES},
                 )
-                for key, profile in latest.items()
+                for key, profile in latest
             ),
         ]
-        for key, message in zip([*unmeasured, *latest], messages, strict=True):
-            if key in self._limits:
-                limit = self._limits[key][1]
+        for message in messages:
+            if limit := self._limits.get(message.model):
                 message.chunk_limit, message.chunk_fault = limit.rows, limit.fault
         return messages
 
@@ -220,7 +219,7 @@ class LayerProfiles:
         return LayerProfileKey(checkpoint, dtype, self._device, self._mlx)
 
     def _write(self, key: LayerProfileKey, profile: _LayerProfile) -> None:
-        _, limit = self._limits.get(key, ("", None))
+        limit = self._limits.get(profile.model)
         if limit is not None and limit.fault == "watchdog":  # memory may be there another time
             limited = {"chunk_limit": limit.rows, "chunk_fault": limit.fault}
             profile = profile.model_copy(update=limited)
@@ -243,4 +242,4 @@ class LayerProfiles:
         if (key.device, key.mlx) == (self._device, self._mlx):
             self._profiles[key] = profile
             if limit := limit_of(profile.chunk_limit, profile.chunk_fault):
-                self._limits[key] = profile.model, limit
+                self._limits[profile.model] = min(limit, self._limits.get(profile.model, limit))

@@ -146,7 +146,7 @@ class Profiling:
         `checkpoint` is the fingerprint of the files. Raises as `load`, and LoadFailed where the
         head does not know yet that a GPU fault has limited the chunk here.
         """
-        limit = self._profiles.chunk_limit(checkpoint, spec.dtype)
+        limit = self._profiles.chunk_limit(spec.model)
         if limit is not None and spec.prefill_chunk > limit.rows:
             raise LoadFailed(f"{limit} rows; the model is placed again with that", param=CHUNK)
         is_short = limit is not None and limit.fault == "memory"
@@ -166,7 +166,7 @@ class Profiling:
     def limit_chunk(self, spec: pb.StageSpec, fault: GpuFault) -> ChunkLimit | None:
         """Counts a GPU fault that ended a runner. Returns the limit that follows from it."""
         self.gpu_faults[spec.model, fault] += 1
-        before = self._profiles.chunk_limit(spec.checkpoint_sha256, spec.dtype)
+        before = self._profiles.chunk_limit(spec.model)
         limit = shortened(spec.prefill_chunk, before, fault)
         if limit is not None:
             save = self._profiles.limit_chunk(spec, limit)

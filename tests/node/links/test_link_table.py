@@ -16,6 +16,7 @@ from exo_node.node.machine.timing import LOCAL
 from exo_node.node.placements.planner_view import NodeFactsSource, node_facts, with_kin_profiles
 from exo_node.placement.cluster import OWN, LayerProfile, MeasuredLayer, NodeFacts
 from exo_node.placement.drafting import EnabledState
+from exo_node.placement.gpu_faults import ChunkLimit
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.placement.split_refusal import SplitRefusal
 from exo_node.proto import peer_pb2 as pb
@@ -210,6 +211,43 @@ async def test_layers_are_timed_at_the_first_load_only(tmp_path: Path) -> None:
     for node in (profiling, started(tmp_path)):
         assert list(node.add_to(pb.NodeFacts(id=A)).profiles) == [times(layer_bytes=1000)]
         assert not await timed(node)
+
+
+@pytest.mark.parametrize(
+    ("limited", "later"),
+    [
+        ({"dtype": "float32"}, {"dtype": "bfloat16"}),
+        ({"checkpoint_sha256": "f1"}, {"checkpoint_sha256": "f2"}),
+        ({"model": "copy"}, {"model": "demo"}),
+    ],
+    ids=["two dtypes", "two checkpoints", "two models of one checkpoint"],
+)
+async def test_a_head_sees_every_limit_that_its_loads_are_refused_by(
+    tmp_path: Path, limited: dict[str, Any], later: dict[str, Any]
+) -> None:
+    """Else it would plan the same chunk for ever: such a refusal is no failure of the load."""
+
+    async def measured(spec: pb.StageSpec) -> pb.LoadReady:
+        layers = times(spec.model)
+        layers.dtype = spec.dtype
+        return pb.LoadReady(layers=layers)
+
+    async def load(spec: pb.StageSpec) -> None:
+        own = pb.StageSpec.FromString(spec.SerializeToString())
+        _ = await profiling.load(own, own.checkpoint_sha256, lambda: measured(own))
+
+    profiling = started(tmp_path)
+    fields: dict[str, Any] = {"model": "demo", "checkpoint_sha256": "f1", "dtype": "float32"}
+    first, second = (pb.StageSpec(**(fields | own), prefill_chunk=512) for own in (limited, later))
+    await load(second)
+    await load(first)
+    assert profiling.limit_chunk(first, "watchdog") == ChunkLimit(256, "watchdog")
+    for spec in (second, first, second):
+        facts = profiling.add_to(pb.NodeFacts(id=A))
+        known = node_facts(MemberFacts(facts), ModelId(spec.model)).chunk_limit
+        spec.prefill_chunk = min(spec.prefill_chunk, known.rows) if known else spec.prefill_chunk
+        await load(spec)  # raises LoadFailed where the head did not know it
+    assert first.prefill_chunk == 256
 
 
 async def test_a_load_with_wrong_or_slow_products_is_reported(tmp_path: Path) -> None:

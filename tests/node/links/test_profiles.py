@@ -167,13 +167,22 @@ def test_a_chunk_that_a_gpu_fault_left_is_published_and_that_of_a_watchdog_kept(
     profiles, limit = open_profiles(tmp_path), ChunkLimit(256, fault)
     save = profiles.limit_chunk(spec, limit)
     save()  # nothing is measured yet
-    unmeasured = pb.LayerTimes(
-        model="demo", dtype="float32", chunk_limit=256, chunk_fault=limit.fault
-    )
+    unmeasured = pb.LayerTimes(model="demo", chunk_limit=256, chunk_fault=limit.fault)
     assert profiles.times() == [unmeasured]
     profiles.store("f1", times())
     assert profiles.times() == [limited]
-    assert profiles.chunk_limit("f1", "float32") == limit
-    assert profiles.chunk_limit("f2", "float32") is None
+    assert profiles.chunk_limit("demo") == limit
+    assert profiles.chunk_limit("other") is None
     assert open_profiles(tmp_path).times() == [limited if outlives else times()]
-    assert open_profiles(tmp_path, mlx="2").chunk_limit("f1", "float32") is None
+    assert open_profiles(tmp_path, mlx="2").chunk_limit("demo") is None
+
+
+def test_after_a_restart_the_shortest_chunk_of_a_model_counts(tmp_path: Path) -> None:
+    profiles = open_profiles(tmp_path)
+    for dtype, rows in (("float32", 256), ("bfloat16", 128)):
+        profiles.store("f1", times(dtype=dtype))
+        spec = pb.StageSpec(model="demo", checkpoint_sha256="f1", dtype=dtype)
+        profiles.limit_chunk(spec, ChunkLimit(rows, "watchdog"))()
+    for path in tmp_path.iterdir():  # that of 256 is the later one
+        os.utime(path, (1, 2 if '"chunk_limit":256' in path.read_text() else 1))
+    assert open_profiles(tmp_path).chunk_limit("demo") == ChunkLimit(128, "watchdog")
