@@ -56,7 +56,7 @@ def gpu_fault(words: str) -> GpuFault | None:
 
 def is_failed_command(words: str) -> bool:
     """Whether a command had begun, so that what it should have written is undefined."""
-    return _WORDS["device"].search(words) is not None
+    return any(_WORDS[fault].search(words) for fault in ("watchdog", "device"))
 
 
 def shortened(chunk: int, before: ChunkLimit | None, fault: GpuFault) -> ChunkLimit | None:

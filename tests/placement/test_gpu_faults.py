@@ -10,6 +10,7 @@ from exo_node.placement.gpu_faults import (
     ChunkLimit,
     GpuFault,
     gpu_fault,
+    is_failed_command,
     limit_of,
     shortened,
 )
@@ -53,6 +54,8 @@ def test_faults_are_told_by_the_words_of_mlx_and_the_systems(
     words: str, fault: GpuFault | None
 ) -> None:
     assert gpu_fault(words) == fault
+    has_begun = fault in ("watchdog", "device") or FAILED in words
+    assert is_failed_command(words) is has_begun
 
 
 def test_a_watchdog_halves_the_chunk_down_to_the_shortest() -> None:

@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from ....placement.gpu_faults import is_failed_command
 from ...checkpoint.files import write_atomic
 from ...checkpoint.prefix_files import (
     FORMAT,
@@ -169,6 +170,8 @@ class PrefixDisk:
                 if node is not None and is_cached(node) and self._begin_write(node, reference):
                     return True
             except (OSError, RuntimeError) as fault:  # no memory for it, or no thread
+                if is_failed_command(str(fault)):
+                    raise
                 self._turn_off(fault)
         return False
 
@@ -279,6 +282,8 @@ class PrefixDisk:
         except FileNotFoundError:  # another process made room, or a person did
             log.info("a prefix on disk is gone")
         except CONTENT_FAULTS as fault:  # the prompt is then read without it
+            if is_failed_command(str(fault)):
+                raise  # of a command that had begun before, whose numbers others have
             why = str(fault) or type(fault).__name__
             log.warning("a prefix on disk cannot be used and is deleted: %s", why)
         self._delete(chain)  # without their parent's rows the others are of no use

@@ -6,6 +6,7 @@ from typing import Any
 
 from ....mtp.caches.rollback import cache_arrays
 from ....mtp.types import CacheTier
+from ....placement.gpu_faults import is_failed_command
 from ...checkpoint.prefix_files import ReceivedPrefix
 from ..states.spans import growth_of
 from ..states.state import State
@@ -167,6 +168,8 @@ class PrefixStore:
                 return None
             state = read_state([received], self.memory.make_caches, path.ids)
         except CONTENT_FAULTS as fault:  # the prompt is then read without it
+            if is_failed_command(str(fault)):
+                raise  # of a command that had begun before, whose numbers others have
             why = str(fault) or type(fault).__name__
             log.warning("a state from another node cannot be used: %s", why)
             return None

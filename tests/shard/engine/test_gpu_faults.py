@@ -6,15 +6,22 @@ MLX raises it once, in whichever call comes next.
 # pyright: reportPrivateUsage=false
 
 import queue
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from driven import driven
-from engines import request
+from engines import answer, request
+from prefixes import FIRST, SECOND, TOKENS
 from readers import Reader, assert_as_alone, engine, prompt
+from stored_prefixes import cached_tokens, files, opened, settle
+from stored_prefixes import engine as stored_engine
 
 from exo_node.placement.errors import DeviceLost, InsufficientMemory
 from exo_node.shard.engine import prefill_forward
 from exo_node.shard.engine.compute import ComputeThread
+from exo_node.shard.engine.prefixes import disk, store
 
 CALLBACK = "kIOGPUCommandBufferCallbackError"
 WATCHDOG = f"[METAL] Command buffer execution failed: Hang (00000003:{CALLBACK}Hang)."
@@ -96,3 +103,31 @@ def test_a_job_ends_the_thread_where_numbers_are_undefined(words: str, *, ends: 
         return
     assert thread.submit(lambda: 1).result(SOON_S) == 1
     thread.close()
+
+
+def hung(*_: object, **__: object) -> None:
+    raise RuntimeError(WATCHDOG)
+
+
+@pytest.mark.parametrize("call", ["read_state", "encoded"])
+def test_a_command_that_failed_is_no_fault_of_the_file_that_is_read_or_written_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: str
+) -> None:
+    """Else answers beside it would continue with what the command should have written."""
+    _ = cached_tokens(opened(tmp_path), FIRST, 0)
+    before, made = files(tmp_path), stored_engine(opened(tmp_path))
+    monkeypatch.setattr(disk, call, hung)
+    with pytest.raises((DeviceLost, RuntimeError), match="CallbackErrorHang"):
+        _ = answer(made, request(SECOND, 0, TOKENS))
+        settle(made)
+    assert before and files(tmp_path) == before
+
+
+def test_a_command_that_failed_is_no_fault_of_the_state_that_a_peer_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    received: Any = SimpleNamespace(rows=9, free=lambda: None)
+    path: Any = SimpleNamespace(ids=())
+    monkeypatch.setattr(store, "read_state", hung)
+    with pytest.raises(RuntimeError, match="CallbackErrorHang"):
+        _ = store.PrefixStore(1 << 20, list)._of_peer(received, path, 0)
