@@ -23,10 +23,7 @@ Json = Mapping[str, Any]
 """An object of the API."""
 
 _UNLIMITED: Final = 1_000_000
-_FIRST_LOAD: Final = (
-    " (the first load on a machine also measures the model, which takes a minute or so; later "
-    "ones take seconds)"
-)
+_FIRST_LOAD: Final = " (the first load on a machine also times layers; later ones are shorter)"
 _OF_A_LOADED_MODEL: Final = ("prefill", "resuming")
 """Beginnings of the progress of an answer whose model was loaded before it."""
 

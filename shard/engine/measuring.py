@@ -7,6 +7,7 @@ from typing import Final
 import mlx.core as mx
 
 from ...mtp.pieces import Pieces
+from .compute import device_lost
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,10 @@ class Measuring:
         began_at = self._clock()
         if self.is_done or (not idle and (self._only_idle or began_at < self._due_at)):
             return False
-        mx.synchronize()  # raises the faults of other work, which are no piece's
+        try:
+            mx.synchronize()
+        except RuntimeError as fault:  # of other work, and no piece's
+            raise device_lost(fault, keeps_chunk=False) or fault from None
         self._before_piece()
         self._advance()
         ended_at = self._clock()

@@ -99,11 +99,13 @@ class LookupControl:
         if copies.exact:
             self.policy.allow(copies.exact, ratios, head)
 
-    def reason(self, request: Parameters, *, shared: bool = False) -> str:
-        """Why a request copies nothing; empty if it may. `shared`: in steps that others shared."""
+    def reason(self, request: Parameters, *, began: bool = True, shared: bool = False) -> str:
+        """Why a request copies nothing; empty if it may. `began`: whether it could when it began.
+        `shared`: in steps that others shared."""
         if not request.drafting.prompt_lookup:
             return NOT_ASKED
-        return self.refusal or (self.shared_reason if shared else "")
+        reason = self.refusal or (self.shared_reason if shared else "")
+        return reason if began else reason or NOT_MEASURED
 
     @property
     def refusal(self) -> str:

@@ -120,9 +120,7 @@ class ModelMeasurements:
         for part in parts:
             yield from part
         yield from self._lookup.probe(self.subject, self.profile)
-        if k and not self._drafting.off_reason:
-            yield from probe_costs(self.subject, k, self.fixed_rows, self.profile)
-            self.profile.save(at_once=True)
+        yield from self._measure_costs(k)
         if not self.batching_reason:
             is_exact = self.identity == self.batch_identity == "bitwise"
             yield from self._lookup.probe_shared(
@@ -153,6 +151,17 @@ class ModelMeasurements:
         if reason and isinstance(self._forms, RoundForms):
             self._forms.fixed_rows = 0
         self._drafting.off_reason = reason
+        self.profile.save(at_once=True)
+
+    def _measure_costs(self, k: int) -> Pieces[None]:
+        """The first run of the draft head: one that fails would fail in answers as well."""
+        if not k or self._drafting.off_reason:
+            return
+        try:
+            yield from probe_costs(self.subject, k, self.fixed_rows, self.profile)
+        except MODEL_FAULTS as fault:  # only the probe's own state is lost
+            self._drafting.off_reason = f"this model's head cannot draft here ({headline(fault)})"
+            log.warning("%s: nothing is drafted", self._drafting.off_reason)
         self.profile.save(at_once=True)
 
     def _measure_batches(self, k: int) -> Pieces[None]:

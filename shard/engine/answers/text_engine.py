@@ -327,7 +327,11 @@ class TextEngine:
             cached_tokens=request.cached_rows,
             cached_tier=request.cached_tier,
             batching_reason=request.batching_reason,
-            lookup_reason=self.lookup.reason(parameters, shared=answer.stats.shares_without_copies),
+            lookup_reason=self.lookup.reason(
+                parameters,
+                began=request.drafts.lookup is not None,
+                shared=answer.stats.shares_without_copies,
+            ),
             loop_reason="" if request.loop_guard is None else request.loop_guard.reason,
         )
         stats = answer.stats.finish(stats)

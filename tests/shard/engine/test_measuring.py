@@ -19,6 +19,7 @@ from staged_readers import alone as staged_alone
 from staged_readers import few_tokens, staged, tokens_of
 
 from exo_node.mtp.types import Round
+from exo_node.placement.errors import DeviceLost
 from exo_node.shard.engine.answers import model_measurements
 from exo_node.shard.engine.answers.draft_profile import DraftProfile, DraftProfileKey
 from exo_node.shard.engine.answers.text_engine import TextEngine
@@ -78,6 +79,20 @@ def test_a_measurement_that_fails_is_logged_once_and_ends(caplog: pytest.LogCapt
     assert measuring.step(idle=True)
     assert measuring.is_done and not measuring.step(idle=True)
     assert [r.levelno for r in caplog.records] == [logging.ERROR]
+
+
+def test_a_gpu_fault_of_an_answer_is_not_the_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX reports it in whichever call comes next."""
+
+    def failing() -> None:
+        raise RuntimeError("[METAL] Command buffer execution failed: Insufficient Memory")
+
+    clock, done = Clock(), list[float]()
+    measuring = Measuring(pieces(clock, done, [1]), clock)
+    monkeypatch.setattr(mx, "synchronize", failing)
+    with pytest.raises(DeviceLost, match="Insufficient Memory"):
+        _ = measuring.step(idle=False)
+    assert not done
 
 
 # ------------------------------------------------------------------------------------ whole models
@@ -152,6 +167,7 @@ def test_answers_in_progress_keep_to_what_they_began_with() -> None:
         assert tuple(reader.ids) == plain(reader.request)
         assert {(r.drafted, r.forward.batch) for r in reader.rounds} == {(0, 1)}
         assert reader.end is not None and reader.end.stats.batching_reason == NOT_MEASURED
+        assert reader.end.stats.drafting_reason == reader.end.stats.lookup_reason == NOT_MEASURED
     later = [Reader(asked(), begins=0), Reader(asked(1, 24), begins=0)]
     together(served, later)
     for reader in later:
@@ -221,6 +237,27 @@ def test_drafts_that_cannot_be_measured_stay_off_and_are_logged_once(
     assert got[0].ids == plain(asked())
     assert [record.message for record in caplog.records] == [f"{reason}: nothing is drafted"]
     assert served.lookup.refusal == served.measurements.batching_reason == ""
+
+
+def test_a_head_that_cannot_draft_costs_no_answer_and_no_other_measurement(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It runs for the first time where its costs are measured."""
+
+    def failing(*_: object) -> Generator[None]:
+        yield
+        raise ValueError("shapes (2,3) and (4,5)")
+
+    monkeypatch.setattr(model_measurements, "probe_costs", failing)
+    served = unmeasured()
+    while served.step():
+        pass
+    got = answer(served, asked())
+    reason = "this model's head cannot draft here (ValueError: shapes (2,3) and (4,5))"
+    assert (got.stats.drafting_reason, got.stats.num_draft_tokens) == (reason, 0)
+    assert got.ids == plain(asked()) and got.stats.lookup_reason == ""
+    assert served.lookup.shared_reason == ""
+    assert [record.message for record in caplog.records] == [f"{reason}: nothing is drafted"]
 
 
 def test_rows_that_change_numbers_are_measured_between_answers_too() -> None:
