@@ -53,7 +53,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "top": "Watch nodes, models, requests and tokens a second.",
         "events": "Show what happened in the cluster, one line each.",
         "doctor": "Look for what is wrong here.",
-        "report": "Write what explains a problem into a file, or a result to publish.",
+        "report": "Write a report on a problem, or a result to publish.",
         "verify": "Check that drafts change no answer of a model.",
         "bench": "Measure models on this machine, and the cluster.",
     },

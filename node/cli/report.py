@@ -50,7 +50,7 @@ def report(
     data_dir: DataDir = None,
     models_dir: ModelsDir = None,
 ) -> None:
-    """Write what explains a problem into a file.
+    """Write a report on a problem, or a result to publish.
 
     It is there to be attached to an issue, and holds versions, what `doctor` finds, the cluster,
     placements, statistics and events: no prompts, answers, keys or tokens. Read it before you send

@@ -24,6 +24,7 @@ from zoo import tiny_config
 from zoo_runs import small
 
 from exo_node.mtp.families.table import family_of
+from exo_node.mtp.pieces import result_of
 from exo_node.mtp.probe import Subject, greedy_identity
 from exo_node.mtp.targets import FamilyTarget, WholeTarget
 from exo_node.shard.engine.answers.text_engine import TextEngine
@@ -227,4 +228,5 @@ def identity_of(name: str, *, grouped: bool) -> str:
             assert group_rows(stage.own_modules(outer=True), mx.float32)
         family = family_of(model)
         target = WholeTarget(model) if family is None else FamilyTarget(family)
-        return greedy_identity(Subject(target, stage.make_caches, 160, CONTEXT, lambda: 0.0), 3)
+        subject = Subject(target, stage.make_caches, 160, CONTEXT, lambda: 0.0)
+        return result_of(greedy_identity(subject, 3))
