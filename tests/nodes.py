@@ -25,7 +25,16 @@ CALL_S = 300.0
 """A call's timeout: a load of the demo took 69 s on two cores with a dozen busy processes."""
 _TOLD = 40
 """Lines of a node's log that a failed test shows."""
-_KEPT = ("PATH", "HOME", "TMPDIR", "LANG", "XDG_CONFIG_HOME", "EXO_TIMING", "PYTHONPATH")
+_KEPT = (
+    "PATH",
+    "HOME",
+    "TMPDIR",
+    "LANG",
+    "XDG_CONFIG_HOME",
+    "EXO_TIMING",
+    "PYTHONPATH",
+    "EXO_MEASURE_AT_LOAD",
+)
 
 T = TypeVar("T")
 Connect = Callable[[int, float], http.client.HTTPConnection]
