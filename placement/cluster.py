@@ -65,7 +65,7 @@ class NodeFacts:
     float32_products: str = ""
     """`OWN`: its CPU multiplies float32 matrices by exo-node's own code; else why not."""
     chunk_limit: ChunkLimit | None = None
-    """Of the model that is being placed, if a GPU fault there has set one."""
+    """The limit for the model that is being placed, if a GPU fault there has set one."""
 
 
 OWN = "cpu_product"

@@ -72,5 +72,5 @@ def shortened(chunk: int, before: ChunkLimit | None, fault: GpuFault) -> ChunkLi
 
 def limit_of(rows: int, fault: str) -> ChunkLimit | None:
     """The limit that a message or a file names, or None if it names none."""
-    known = next((each for each in get_args(GpuFault) if each == fault), None)
-    return None if known is None or rows < SHORTEST else ChunkLimit(rows, known)
+    named = next((each for each in get_args(GpuFault) if each == fault), None)
+    return None if named is None or rows < SHORTEST else ChunkLimit(rows, named)

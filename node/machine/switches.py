@@ -1,4 +1,4 @@
-"""What the settings page changes: a variable wins, else the page, else the default."""
+"""The settings that the page changes: a variable wins, else the page, else the default."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, Self, cast, get_args

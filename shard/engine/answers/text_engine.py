@@ -83,8 +83,7 @@ class TextEngine:
         codec, stage, head = loaded.codec, loaded.model, loaded.head
         vocabulary = loaded.expected.vocabulary
         self.codec = codec
-        self._stage = stage
-        self._options = options
+        self._stage, self._options = stage, options
         self._kernels = used(loaded.kernels)
         self._clock = clock
         self._link = link

@@ -15,14 +15,14 @@ from ....proto import peer_pb2 as pb
 from ..child import ModelRequest, compile_apart, note, run_child
 from ..verify import main as verify
 from ..verify.report import Check, verdict_of
-from .result import Identity, Machine, Model, SharedResult, Speed, Versions, plain_text
+from .result import Machine, Model, SharedIdentity, SharedResult, SharedSpeed, Versions, plain_text
 
 if TYPE_CHECKING:
     from ...engine.answers.text_engine import TextEngine
     from ...model.load import Loaded
 
 SPEED_SHARE: Final = 0.3
-"""Of the time: no repeat begins later, and what is left is for the checks."""
+"""The share of the time after which no repeat begins; the rest is for the checks."""
 CHECKS_SHARE: Final = 0.7
 
 
@@ -64,12 +64,12 @@ def result_of(
     loaded: "Loaded",
     spec: pb.StageSpec,
     engine: "TextEngine",
-    speed: Speed,
+    speed: SharedSpeed,
     checks: Sequence[Check],
     *,
     whole: bool,
 ) -> SharedResult:
-    """What of all this may be published. `whole`: whether all checks were reached."""
+    """The part of all this that may be published. `whole`: whether all checks were reached."""
     packages = {name: plain_text(text) for name, text in verify.versions().items()}
     blocks = next((check.numbers for check in checks if check.name == "blocks"), {})
     measured = engine.measurements
@@ -94,7 +94,7 @@ def result_of(
             weight_gb=float(f"{loaded.weight_bytes / 1e9:.3g}") or None,
             max_k=engine.drafting.max_k,
         ),
-        identity=Identity(
+        identity=SharedIdentity(
             verdict=verdict_of(checks) if whole else None,
             parts={check.name: check.finding for check in checks},
             floor=blocks.get("floor"),

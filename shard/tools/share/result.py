@@ -69,7 +69,7 @@ class Model(_Part):
     max_k: int = Field(ge=0, le=64, description="most drafts a round; 0: it does not draft")
 
 
-class Identity(_Part):
+class SharedIdentity(_Part):
     """Whether drafts, copies and neighbours change an answer; null: not measured."""
 
     verdict: Literal["exact", "near_tie", "defect"] | None = Field(
@@ -103,7 +103,7 @@ class Spread(_Part):
         return cls(median=median, least=least, most=most)
 
 
-class Speed(_Part):
+class SharedSpeed(_Part):
     """Greedy answers, one at a time. Drafts are the model's own head's, by adaptive K; of a bench's
     figures its page says how."""
 
@@ -117,7 +117,7 @@ class Speed(_Part):
 
 
 class SharedResult(_Part):
-    """What one machine does with one model."""
+    """Identity and speed of one model on one machine."""
 
     kind: Literal["exo-node result"] = "exo-node result"
     schema_version: int = Field(default=SCHEMA, ge=1, le=SCHEMA)
@@ -125,8 +125,8 @@ class SharedResult(_Part):
     machine: Machine
     versions: Versions
     model: Model
-    identity: Identity
-    speed: Speed
+    identity: SharedIdentity
+    speed: SharedSpeed
     source: str | None = Field(
         default=None,
         pattern=r"^bench/results/[a-z0-9-]+\.md$",
@@ -138,7 +138,7 @@ class SharedResult(_Part):
 
 
 class _Header(BaseModel):
-    """What every schema has."""
+    """The fields that every schema has."""
 
     model_config = ConfigDict(extra="ignore")
 

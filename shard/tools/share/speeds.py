@@ -8,13 +8,13 @@ from typing import Final
 from ....placement.errors import LoadFailed
 from ....proto import peer_pb2 as pb
 from ...engine.answers.text_engine import TextEngine
-from .result import Speed, Spread
+from .result import SharedSpeed, Spread
 from .timed_answers import TimedAnswer, timed_answer
 
 REPEATS: Final = 3
 ANSWER_TOKENS: Final = 128
 PROMPT_TOKENS: Final = 512
-"""Of the prompt whose first token is timed."""
+"""Length of the prompt whose first token is timed."""
 WARM_UP_TOKENS: Final = 16
 PLAIN: Final = "it measures answers without drafts"
 
@@ -27,7 +27,7 @@ def measure_speeds(
     initial_k: int,
     until_s: float,
     note: Note,
-) -> Speed:
+) -> SharedSpeed:
     """Answers every prompt plainly and with adaptive drafts, in turns.
 
     `initial_k`: drafts a round that adaptive K begins with. After the first repeat none begins
@@ -60,7 +60,7 @@ def measure_speeds(
 
 def _speed_of(
     runs: Sequence[Sequence[Sequence[TimedAnswer]]], first_token: Sequence[float], prompt: int
-) -> Speed:
+) -> SharedSpeed:
     """`runs`: for each arm and repeat the answers; the plain arm is the first."""
     plain, *drafted = ([rate(answers) for answers in repeats] for repeats in runs)
     ratios = [b / a for a, b in zip(plain, drafted[0], strict=True)] if drafted else []
@@ -68,7 +68,7 @@ def _speed_of(
     stats = [each.stats for each in answers if each.stats]
     proposed = sum(each.proposed_draft_tokens for each in stats)
     accepted = sum(each.accepted_draft_tokens for each in stats)
-    return Speed(
+    return SharedSpeed(
         plain_tok_s=Spread.of(plain),
         drafted_tok_s=Spread.of(drafted[0]) if drafted else None,
         ratio=Spread.of(ratios) if ratios else None,

@@ -18,11 +18,11 @@ from exo_node.shard.kernels.row_groups import GroupedLinear
 from exo_node.shard.kernels.row_sets import RowRange
 from exo_node.shard.tools.share.main import ShareRequest, products_floor, result_of
 from exo_node.shard.tools.share.result import (
-    Identity,
     Machine,
     Model,
+    SharedIdentity,
     SharedResult,
-    Speed,
+    SharedSpeed,
     Spread,
     Versions,
     plain_text,
@@ -88,7 +88,7 @@ def test_no_text_of_a_person_a_machine_or_a_checkpoint_comes_into_the_file() -> 
         drafting=SimpleNamespace(max_k=3, off_reason=SECRET),
     )
     checks = [Check("blocks", "differs", SECRET, {"floor": 2, "why": SECRET})]
-    speed = Speed(
+    speed = SharedSpeed(
         plain_tok_s=Spread.of([1.0]),
         drafted_tok_s=None,
         ratio=None,
@@ -192,5 +192,5 @@ def test_a_model_that_ends_its_answers_at_once_has_no_speed() -> None:
 
 
 def test_the_parts_are_strict() -> None:
-    for part in (Identity, Machine, Model, Speed, Spread, Versions):
+    for part in (SharedIdentity, Machine, Model, SharedSpeed, Spread, Versions):
         assert part.model_config.get("extra") == "forbid", part
