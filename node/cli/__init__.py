@@ -26,6 +26,5 @@ start.py: `exo-node start` and `exo-node stop`
 status.py: `exo-node status`
 times.py: the times of commands
 token.py: `exo-node token`
-top.py: `exo-node top`
 verify.py: `exo-node verify`
 """

@@ -50,10 +50,9 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "service": "Run the node whenever you are logged in.",
     },
     "Look and measure": {
-        "top": "Watch nodes, models, requests and tokens a second.",
         "events": "Show what happened in the cluster, one line each.",
         "doctor": "Look for what is wrong here.",
-        "report": "Write a report on a problem, or a result to publish.",
+        "report": "Write a report on a problem.",
         "verify": "Check that drafts change no answer of a model.",
         "bench": "Measure models on this machine, and the cluster.",
     },
@@ -84,6 +83,7 @@ SYNONYMS: Final[Mapping[str, Sequence[str]]] = {
     "load": ("models", "load"),
     "unload": ("models", "unload"),
     "ps": ("status",),
+    "top": ("status", "--watch"),
     "version": ("--version",),
     "help": ("--help",),
 }
@@ -134,8 +134,6 @@ def _module(name: str) -> ModuleType:
             from . import status as module
         case "models":  # the last of the modules that add commands to this group
             from . import convert_models as module
-        case "top":
-            from . import top as module
         case "token":
             from . import token as module
         case "cache":

@@ -34,16 +34,11 @@ def terminal_width() -> int | None:
 
 
 def table(
-    header: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    width: int | None = None,
-    one_line: bool = False,
+    header: Sequence[str], rows: Iterable[Sequence[str]], *, width: int | None = None
 ) -> list[str]:
     """The lines of a table of at most `width` columns; the widest cells are wrapped.
 
-    With `one_line` they are cut instead, so that each row stays one line. Without `width` cells are
-    neither wrapped nor cut. Cells may hold any text.
+    Without `width` no cell is. Cells may hold any text.
     """
     from rich.console import Console
     from rich.table import Table
@@ -51,10 +46,10 @@ def table(
 
     grid = Table(box=None, pad_edge=False, header_style="")
     for name in header:
-        grid.add_column(Text(name), overflow="ellipsis" if one_line else "fold")
+        grid.add_column(Text(name), overflow="fold")
     for row in rows:
         cells = (escape_controls(as_flags(cell)) for cell in row)
-        grid.add_row(*(Text(cell, no_wrap=one_line or None) for cell in cells))
+        grid.add_row(*(Text(cell) for cell in cells))
     console = Console(width=width or _UNLIMITED, height=1, color_system=None)
     with console.capture() as captured:
         console.print(grid)

@@ -1,14 +1,19 @@
 """`exo-node status`: the node, its cluster and where models run."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Annotated, Any, Final
+
+import typer
 
 from ...placement.cluster import layer_range
 from . import output
-from .client import call, connect
+from .client import CallFailed, call, connect
 from .flags import AsJson, DataDir, LocalPort
 from .load import held_options_text
 from .output import Json, caches_text, share, size, table, text_of, texts
+from .times import TIMES
 
 NO_MODEL: Final = "no model is loaded; `exo-node chat` loads one"
 
@@ -18,18 +23,56 @@ _PREFIX_HEADER: Final = ("TOKENS FROM MEMORY", "FROM DISK", "FROM COPIES")
 _NOTHING: Final[Json] = {}
 
 
-def status(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
+_Watch = Annotated[
+    bool, typer.Option("--watch", help="On a terminal: again each second, until Ctrl-C.")
+]
+
+
+def status(
+    watch: _Watch = False, port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = False
+) -> None:
     """Show the node, its cluster and where models run."""
-    endpoint = connect(port, data_dir)
-    cluster = call(endpoint, "/v1/cluster")
-    placements = call(endpoint, "/v1/placements").get("data", [])
-    answered = call(endpoint, "/v1/mtp/stats").get("models", {})
-    asking = call(endpoint, "/v1/join/requests").get("data", [])
+
+    def read() -> dict[str, Any]:
+        endpoint = connect(port, data_dir)  # after a restart it may have another port
+        return {
+            "cluster": call(endpoint, "/v1/cluster"),
+            "placements": call(endpoint, "/v1/placements").get("data", []),
+            "answered": call(endpoint, "/v1/mtp/stats").get("models", {}),
+            "asking": call(endpoint, "/v1/join/requests").get("data", []),
+        }
+
+    def text() -> str:
+        return status_text(**read(), width=output.terminal_width())
+
     if as_json:
-        output.print_json({"cluster": cluster, "placements": placements, "answered": answered})
+        output.print_json({name: part for name, part in read().items() if name != "asking"})
+    elif not watch or output.terminal_width() is None:
+        print(text())
     else:
-        width = output.terminal_width()
-        print(status_text(cluster, placements, answered, width=width, asking=asking))
+        with suppress(KeyboardInterrupt):  # the way to end it
+            _draw(_again(text))
+
+
+def _again(text: Callable[[], str]) -> Iterator[str]:
+    """A text for each look; after one that failed the last text again, with why."""
+    last = text()
+    while True:
+        yield last
+        try:
+            last = text()
+        except CallFailed as error:
+            yield f"{last}\n\nTROUBLE  {error.what}; this is what was seen before"
+
+
+def _draw(texts: Iterator[str]) -> None:
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(screen=True, auto_refresh=False) as live:
+        for text in texts:
+            live.update(Text(text, overflow="crop"), refresh=True)
+            time.sleep(TIMES.watch_every_s)
 
 
 def status_text(
@@ -78,10 +121,10 @@ def status_text(
         )
         rows = [_totals_row(*each) for each in answered.items()]
         lines += ["", *table(header, rows, width=width)]
-    return output.joined([*lines, *prefix_table(nodes, width)])
+    return output.joined([*lines, *_prefix_table(nodes, width)])
 
 
-def prefix_table(nodes: Sequence[Json], width: int | None, *, one_line: bool = False) -> list[str]:
+def _prefix_table(nodes: Sequence[Json], width: int | None) -> list[str]:
     """Lines of each runner's cached prompts, and the tokens that it did not read again, by tier;
     none if nothing is cached."""
     rows = [
@@ -95,7 +138,7 @@ def prefix_table(nodes: Sequence[Json], width: int | None, *, one_line: bool = F
     if not rows:
         return []
     header = ("PROMPTS CACHED ON", "MODEL", "MEMORY", "DISK", *_PREFIX_HEADER)
-    return ["", *table(header, rows, width=width, one_line=one_line)]
+    return ["", *table(header, rows, width=width)]
 
 
 def offline_text(setting: object) -> str:

@@ -34,7 +34,7 @@ class Times:
     clock_skew_s: float = 5.0
     """Clocks that differ by more put the events of two nodes in a wrong order."""
     load_look_s: float = 0.5
-    top_every_s: float = 1.0
+    watch_every_s: float = 1.0
     line_every_s: float = 10.0
     drawn_every_s: float = 0.2
     tool_file_s: int = 30 * 86_400

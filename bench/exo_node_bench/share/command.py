@@ -31,9 +31,9 @@ _Model = Annotated[
 def share(
     file: _File = "exo-node-result.json", model: _Model = "demo", models_dir: ModelsDir = None
 ) -> None:
-    """Measure a model, and write figures to publish: no names, paths or texts.
+    """Measure a model, and write figures to publish.
 
-    No node is asked; stop one that runs here.
+    The file has no names, paths or texts. No node is asked; stop one that runs here.
     """
     target = Path(absolute(file))
     if target.is_dir() or not os.access(target.parent, os.W_OK):

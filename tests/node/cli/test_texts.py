@@ -35,14 +35,6 @@ def test_a_width_wraps_the_widest_cells_and_loses_nothing() -> None:
     ]
 
 
-def test_one_line_cuts_the_widest_cells() -> None:
-    rows = [("a" * 30, "ready", "b" * 9)]
-    assert table(("MODEL", "STATUS", "WHY"), rows, width=30, one_line=True) == [
-        "MODEL        STATUS  WHY",
-        "aaaaaaaaaa…  ready   bbbbbbbbb",
-    ]
-
-
 def test_a_cell_cannot_draw_on_the_terminal_and_wide_characters_keep_the_columns() -> None:
     rows = [("\x1b[2J", "[red]x[/]"), ("模型", "y")]
     assert table(("MODEL", "WHY"), rows) == ["MODEL    WHY", r"\x1b[2J  [red]x[/]", "模型     y"]
