@@ -129,7 +129,6 @@ class Heartbeat(_message.Message):
     HEAD_FOR_S_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     DESIRED_FIELD_NUMBER: _builtins.int
-    SENT_MS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """equal majors may talk"""
     incarnation: _builtins.int
@@ -148,8 +147,6 @@ class Heartbeat(_message.Message):
     """how long the sender has been the head, 0 unless it is"""
     draining: _builtins.bool
     """the sender is about to stop: it takes no new work"""
-    sent_ms: _builtins.int
-    """Unix milliseconds by the sender's clock, which is only compared"""
     @_builtins.property
     def sender(self) -> Global___NodeFacts: ...
     @_builtins.property
@@ -185,11 +182,10 @@ class Heartbeat(_message.Message):
         head_for_s: _builtins.float = ...,
         draining: _builtins.bool = ...,
         desired: _abc.Iterable[Global___DesiredPlacement] | None = ...,
-        sent_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sender", b"sender"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "desired", b"desired", "draining", b"draining", "followers", b"followers", "head", b"head", "head_for_s", b"head_for_s", "incarnation", b"incarnation", "leaving", b"leaving", "peers", b"peers", "placements", b"placements", "protocol", b"protocol", "sender", b"sender", "sent_ms", b"sent_ms", "term", b"term", "views", b"views"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "desired", b"desired", "draining", b"draining", "followers", b"followers", "head", b"head", "head_for_s", b"head_for_s", "incarnation", b"incarnation", "leaving", b"leaving", "peers", b"peers", "placements", b"placements", "protocol", b"protocol", "sender", b"sender", "term", b"term", "views", b"views"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

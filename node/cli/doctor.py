@@ -187,7 +187,7 @@ def _node(endpoint: ApiEndpoint) -> Iterator[Finding]:
 
 
 def _reach(endpoint: ApiEndpoint, me: Json) -> Iterator[Finding]:
-    """Whether members reach this node, by multicast too, and how far their clocks are off."""
+    """Whether members reach this node, by multicast too."""
     try:
         reach = call(endpoint, "/v1/cluster/reach")
     except ExoNodeError as fault:
@@ -198,7 +198,6 @@ def _reach(endpoint: ApiEndpoint, me: Json) -> Iterator[Finding]:
         yield Finding("multicast", "warning", str(reach["mdns_failure"]), remedy)
     for member in reach["members"]:
         yield _way_back(member, me)
-        yield _clock(member)
         if reach["mdns"] == "works":
             yield _multicast(member)
 
@@ -218,18 +217,6 @@ def _firewall(port: object) -> str:
     if platform.system() == "Darwin":
         return "System Settings, Network, Firewall, Options: allow Python"
     return f"with ufw: `sudo ufw allow {port}/tcp`"
-
-
-def _clock(member: Json) -> Finding:
-    name, ahead = member.get("name"), member.get("clock_ahead_s")
-    if ahead is None:
-        return Finding("clock", "warning", f"{name} has not told its time", "ask again in a minute")
-    side = "ahead of" if ahead > 0 else "behind"
-    text = f"{name} is {abs(ahead):.2f} s {side} this node, ±{member['clock_within_s']:.2f} s"
-    if abs(ahead) - member["clock_within_s"] <= TIMES.clock_skew_s:
-        return Finding("clock", "ok", text)
-    remedy = "let both set their time: `timedatectl set-ntp true`, or System Settings on a Mac"
-    return Finding("clock", "warning", text, remedy)
 
 
 def _multicast(member: Json) -> Finding:

@@ -31,8 +31,6 @@ class Times:
     dial_s: float = 3.0
     silent_s: float = 30.0
     """Many heartbeats: a node that sent none for this long does not reach this node."""
-    clock_skew_s: float = 5.0
-    """Clocks that differ by more put the events of two nodes in a wrong order."""
     load_look_s: float = 0.5
     watch_every_s: float = 1.0
     line_every_s: float = 10.0

@@ -268,7 +268,6 @@ class Cluster:
             peers=[member.address for member in self._members.values()],
             placements=own.stages,
             desired=self._desired.to_wire() if self.is_head else (),
-            sent_ms=time.time_ns() // 10**6,
         )
         fill(message, self._cluster_state.heartbeat(time.monotonic()))
         return message
@@ -292,7 +291,7 @@ class Cluster:
     def _record_answer(self, node: NodeId, address: str, beat: pb.Heartbeat, took_s: float) -> None:
         self._record(node, address, beat)
         if (member := self._members.get(node)) is not None:
-            member.record_answer(took_s, time.monotonic(), time.time())
+            member.record_answer(took_s, time.monotonic())
 
     def _record_refusal(self, node: NodeId, address: str) -> None:
         """Counts a refused connection, but only at the address that the node has now."""

@@ -30,24 +30,6 @@ class MemberFacts:
         return NodeId(self.facts.id)
 
 
-@dataclass(frozen=True, slots=True)
-class ClockDifference:
-    """Another node's clock against this one's."""
-
-    ahead_s: float
-    within_s: float
-    """How far off `ahead_s` may be."""
-
-
-def clock_difference(sent_ms: int, took_s: float, now_s: float) -> ClockDifference:
-    """The difference by an answer that arrived now, `took_s` after its question was sent.
-
-    `now_s` is Unix time by this node's clock, `sent_ms` by the other's. The answer is taken to
-    have been sent in the middle; so the result is off by half of `took_s` at most.
-    """
-    return ClockDifference(sent_ms / 1000 - (now_s - took_s / 2), took_s / 2)
-
-
 @dataclass(slots=True)
 class Reach:
     """When heartbeats last passed, in seconds of a monotonic clock, or None for never."""
@@ -56,16 +38,13 @@ class Reach:
     """The last heartbeat of this node that the other one answered."""
     received_at: float | None = None
     """The last heartbeat that the other node sent to this node's port."""
-    clock: ClockDifference | None = None
 
     def describe(self, now: float) -> dict[str, float | None]:
         """The seconds since then, JSON-ready."""
-        answered_at, received_at, clock = self.answered_at, self.received_at, self.clock
+        answered_at, received_at = self.answered_at, self.received_at
         return {
             "answered_ago_s": None if answered_at is None else round(now - answered_at, 1),
             "heard_ago_s": None if received_at is None else round(now - received_at, 1),
-            "clock_ahead_s": None if clock is None else round(clock.ahead_s, 3),
-            "clock_within_s": None if clock is None else round(clock.within_s, 3),
         }
 
 
@@ -85,13 +64,11 @@ class Member:
     exchange_s: float = 0.0
     """Seconds of a heartbeat there and back: a mean in which the last ones count most."""
 
-    def record_answer(self, took_s: float, now: float, unix_s: float) -> None:
+    def record_answer(self, took_s: float, now: float) -> None:
         """Its last heartbeat, the answer to this node's of `took_s` ago, came now."""
         before = self.exchange_s or took_s
         self.exchange_s = before + EXCHANGE_WEIGHT * (took_s - before)
         self.reach.answered_at = now
-        if self.beat.sent_ms:
-            self.reach.clock = clock_difference(self.beat.sent_ms, took_s, unix_s)
 
     def record_heartbeat(self, address: str, beat: pb.Heartbeat, now: float, gap_s: float) -> None:
         """Replaces the last heartbeat and the address. `gap_s`: a longer pause is a gap."""
