@@ -9,8 +9,8 @@ from .caches.rollback import cache_arrays
 
 T = TypeVar("T")
 
-Pieces = Generator[None, None, T]
-"""Yields before each piece, and returns the result."""
+Pieces = Generator[float | None, None, T]
+"""Yields before each piece, the seconds that it has to wait if any, and returns the result."""
 
 
 def result_of(pieces: Pieces[T]) -> T:

@@ -58,11 +58,16 @@ class LocalNode:
         self.grpc_port, self.http_port = settings.grpc_port, settings.port
         """The requested ports until the node listens."""
 
-    def note_gpu_fault(self, spec: pb.StageSpec, fault: GpuFault) -> None:
-        """A GPU fault ended a runner of this node."""
-        limit = self.profiling.limit_chunk(spec, fault)
+    def note_gpu_fault(self, spec: pb.StageSpec, fault: GpuFault, is_measured: bool) -> None:
+        """A GPU fault ended a runner of this node; `is_measured`: in a measurement, not an
+        answer."""
+        limit = self.profiling.limit_chunk(spec, fault, is_measured=is_measured)
         text = f"a GPU fault ({fault}) ended the runner of {spec.model}"
-        text += f": {limit}" if limit else f" at {spec.prefill_chunk} tokens of a prompt at a time"
+        if is_measured:
+            text += " while it was measured"
+        else:
+            rest = f" at {spec.prefill_chunk} tokens of a prompt at a time"
+            text += f": {limit}" if limit else rest
         rows = limit.rows if limit else spec.prefill_chunk
         _ = self.events.add(
             "gpu_fault", text, model=spec.model, stage=spec.stage, fault=fault, prefill_chunk=rows

@@ -15,6 +15,8 @@ GpuFault = Literal["watchdog", "memory", "device"]
 
 SHORTEST: Final = 32
 """Rows of a chunk that is not shortened again: that many rows cost little more than one."""
+MEASUREMENT: Final = "measurement"
+"""The `param` of a fault in a measurement between answers: it had no rows of a prompt."""
 
 _CALLBACK: Final = "kIOGPUCommandBufferCallbackError"
 _WORDS: Final[Mapping[GpuFault, re.Pattern[str]]] = {
@@ -59,13 +61,13 @@ def is_failed_command(words: str) -> bool:
     return any(_WORDS[fault].search(words) for fault in ("watchdog", "device"))
 
 
-def shortened(chunk: int, before: ChunkLimit | None, fault: GpuFault) -> ChunkLimit | None:
+def shortened(chunk: int, fault: GpuFault, *, is_short: bool = False) -> ChunkLimit | None:
     """The limit after a fault with `chunk` rows; None where a shorter chunk is not the remedy.
 
-    Want of memory shortens once: what else fills the memory does not shrink with the chunk.
+    Want of memory shortens once, and not where it `is_short` by that already: what else fills the
+    memory does not shrink with the chunk.
     """
-    is_repeated = fault == "memory" and before is not None and before.fault == "memory"
-    if fault == "device" or is_repeated or chunk <= SHORTEST:
+    if fault == "device" or (fault == "memory" and is_short) or chunk <= SHORTEST:
         return None
     return ChunkLimit(max(SHORTEST, chunk // 2), fault)
 

@@ -15,7 +15,7 @@ from typing import Annotated, Final, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...placement.cluster import NOISE
-from ...placement.gpu_faults import ChunkLimit, limit_of
+from ...placement.gpu_faults import ChunkLimit, GpuFault, limit_of
 from ...proto import peer_pb2 as pb
 from ...proto.bounds import MAX_COUNT
 from ...shard.checkpoint.files import read_bounded, write_atomic
@@ -117,8 +117,9 @@ class LayerProfiles:
         self._profiles: dict[LayerProfileKey, _LayerProfile] = {}
         """The oldest measurement first."""
         self._votes: dict[LayerProfileKey, _Votes] = {}
-        self._limits: dict[str, ChunkLimit] = {}
-        """The chunks that GPU faults have limited, by model: a head then sees each that refuses."""
+        self._limits: dict[tuple[str, GpuFault], ChunkLimit] = {}
+        """The chunks that GPU faults have limited, by model and fault: a head then sees each that
+        refuses."""
         self._lock = threading.Lock()
         """`store` runs in threads, because it blocks."""
         files = ((p.lstat().st_mtime_ns, p) for p in folder.glob(f"{_PREFIX}*.json"))
@@ -183,12 +184,17 @@ class LayerProfiles:
 
     def chunk_limit(self, model: str) -> ChunkLimit | None:
         """The limit on the rows of a prompt in one forward, or None."""
-        return self._limits.get(model)
+        limits = (limit for (limited, _), limit in self._limits.items() if limited == model)
+        return min(limits, default=None)
+
+    def is_short_of_memory(self, model: str) -> bool:
+        """Whether want of memory has limited its chunk since this node started."""
+        return (model, "memory") in self._limits
 
     def limit_chunk(self, spec: pb.StageSpec, limit: ChunkLimit) -> Callable[[], None]:
         """Sets a limit at once. Returns the work of saving it, which blocks."""
         key = self._key(spec.checkpoint_sha256, spec.dtype)
-        self._limits[spec.model] = limit
+        self._limits[spec.model, limit.fault] = limit
         profile = self._profiles.get(key)
         return lambda: None if profile is None else self._write(key, profile)
 
@@ -196,9 +202,9 @@ class LayerProfiles:
         """The times for the heartbeat; the latest measurement of a model is its last entry."""
         latest = list(self._profiles.items())[-MAX_PROFILES:]
         measured = {profile.model for _, profile in latest}
-        unmeasured = [model for model in self._limits if model not in measured][-MAX_PROFILES:]
+        unmeasured = {model: True for model, _ in self._limits if model not in measured}
         messages = [
-            *(pb.LayerTimes(model=model) for model in unmeasured),
+            *(pb.LayerTimes(model=model) for model in [*unmeasured][-MAX_PROFILES:]),
             *(
                 pb.LayerTimes(
                     model=profile.model,
@@ -211,7 +217,7 @@ class LayerProfiles:
             ),
         ]
         for message in messages:
-            if limit := self._limits.get(message.model):
+            if limit := self.chunk_limit(message.model):
                 message.chunk_limit, message.chunk_fault = limit.rows, limit.fault
         return messages
 
@@ -219,8 +225,8 @@ class LayerProfiles:
         return LayerProfileKey(checkpoint, dtype, self._device, self._mlx)
 
     def _write(self, key: LayerProfileKey, profile: _LayerProfile) -> None:
-        limit = self._limits.get(profile.model)
-        if limit is not None and limit.fault == "watchdog":  # memory may be there another time
+        # Memory may be there another time.
+        if limit := self._limits.get((profile.model, "watchdog")):
             limited = {"chunk_limit": limit.rows, "chunk_fault": limit.fault}
             profile = profile.model_copy(update=limited)
         try:
@@ -242,4 +248,5 @@ class LayerProfiles:
         if (key.device, key.mlx) == (self._device, self._mlx):
             self._profiles[key] = profile
             if limit := limit_of(profile.chunk_limit, profile.chunk_fault):
-                self._limits[profile.model] = min(limit, self._limits.get(profile.model, limit))
+                key_of_limit = profile.model, limit.fault
+                self._limits[key_of_limit] = min(limit, self._limits.get(key_of_limit, limit))

@@ -149,7 +149,7 @@ class Profiling:
         limit = self._profiles.chunk_limit(spec.model)
         if limit is not None and spec.prefill_chunk > limit.rows:
             raise LoadFailed(f"{limit} rows; the model is placed again with that", param=CHUNK)
-        is_short = limit is not None and limit.fault == "memory"
+        is_short = self._profiles.is_short_of_memory(spec.model)
         spec.keeps_chunk = is_short or spec.prefill_chunk <= SHORTEST
         generator = spec.stage == 0
         spec.measure_layers = self._profiles.missing(checkpoint, spec.dtype, generator=generator)
@@ -163,11 +163,16 @@ class Profiling:
             await asyncio.to_thread(self._profiles.store, checkpoint, ready.layers)
         return ready
 
-    def limit_chunk(self, spec: pb.StageSpec, fault: GpuFault) -> ChunkLimit | None:
-        """Counts a GPU fault that ended a runner. Returns the limit that follows from it."""
+    def limit_chunk(
+        self, spec: pb.StageSpec, fault: GpuFault, *, is_measured: bool = False
+    ) -> ChunkLimit | None:
+        """Counts a GPU fault that ended a runner. Returns the limit that follows from it: none if
+        it `is_measured`, since no prompt was involved."""
         self.gpu_faults[spec.model, fault] += 1
-        before = self._profiles.chunk_limit(spec.model)
-        limit = shortened(spec.prefill_chunk, before, fault)
+        if is_measured:
+            return None
+        is_short = self._profiles.is_short_of_memory(spec.model)
+        limit = shortened(spec.prefill_chunk, fault, is_short=is_short)
         if limit is not None:
             save = self._profiles.limit_chunk(spec, limit)
             _ = background(asyncio.to_thread(save), "saving a chunk's limit")

@@ -14,7 +14,7 @@ from typing import Literal
 
 from ...placement.cluster import layer_range
 from ...placement.errors import InsufficientMemory, LoadFailed, from_code
-from ...placement.gpu_faults import GpuFault, gpu_fault
+from ...placement.gpu_faults import MEASUREMENT, GpuFault, gpu_fault
 from ...proto import peer_pb2 as pb
 from ...proto.fields import filled
 from ...proto.framing import HEAD_BYTES, body_bytes, framed
@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 Status = Literal["loading", "ready", "failed"]
 Progress = Callable[[pb.LoadProgress], None]
 OnAnswer = Callable[[pb.StageSpec, pb.RunnerState], Awaitable[None]]
-OnGpuFault = Callable[[pb.StageSpec, GpuFault], None]
+OnGpuFault = Callable[[pb.StageSpec, GpuFault, bool], None]
+"""Its last argument: whether a measurement between answers had the fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class RunnerProcess:
         on_exit: Callable[["RunnerProcess"], None],
         on_answer: Callable[["RunnerProcess", pb.RunnerState], Awaitable[None]],
         timing: Timing,
-        on_gpu_fault: OnGpuFault = lambda _spec, _fault: None,
+        on_gpu_fault: OnGpuFault = lambda _spec, _fault, _measured: None,
     ) -> None:
         self.spec = spec
         self.status: Status = "loading"
@@ -78,6 +79,8 @@ class RunnerProcess:
         self._cpu_s = 0.0
         self._verdict = ""
         """The reason why this process ended it, or the child's own last failure."""
+        self._is_measured = False
+        """Whether that failure was a measurement's."""
 
     @property
     def pid(self) -> int:
@@ -182,6 +185,7 @@ class RunnerProcess:
                     await self._on_state(before)
                 case "failure":
                     self._verdict = message.failure.message
+                    self._is_measured = message.failure.param == MEASUREMENT
                 case _:
                     pass
         self._fail(await self._ending())
@@ -254,7 +258,10 @@ class RunnerProcess:
         self.status, self.error = "failed", error
 
     async def _ending(self) -> str:
-        """Why the child ended, with its last lines; reports a GPU fault, once, of a loaded one."""
+        """Why the child ended, with its last lines; reports a GPU fault, once, of a loaded one.
+
+        Earlier lines of one that was stopped or killed may name a fault that it survived.
+        """
         assert self._process is not None
         code = await self._process.wait()
         if self._tasks and code != -signal.SIGKILL:
@@ -263,8 +270,9 @@ class RunnerProcess:
         how += f" ({self._verdict})" if self._verdict else ""
         s, lines = self.spec, " | ".join(self._last_lines)
         last = f"; it last wrote: {lines}" if lines and not self._verdict else ""
-        if self._on_gpu_fault and self.ready and (fault := gpu_fault(f"{self._verdict} {lines}")):
-            self._on_gpu_fault(s, fault)
+        words = self._verdict or ("" if code in (0, -signal.SIGKILL) else lines)
+        if self._on_gpu_fault and self.ready and (fault := gpu_fault(words)):
+            self._on_gpu_fault(s, fault, self._is_measured)
             self._on_gpu_fault = None
         return f"the runner of {s.model}, {layer_range(s.first_layer, s.end_layer)}, {how}{last}"
 
@@ -277,7 +285,7 @@ class Supervisor:
         host: RunnerHost,
         on_exit: Callable[[pb.StageSpec, str], None],
         on_answer: OnAnswer | None = None,
-        on_gpu_fault: OnGpuFault = lambda _spec, _fault: None,
+        on_gpu_fault: OnGpuFault = lambda _spec, _fault, _measured: None,
     ) -> None:
         """`on_exit(spec, reason)` is called for a ready runner that ended by itself; `on_answer`
         with the speeds that an answer has shown while no other runner worked; `on_gpu_fault` before

@@ -2,12 +2,16 @@
 
 import logging
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeVar
 
 import mlx.core as mx
 
 from ...mtp.pieces import Pieces
+from ...placement.errors import DeviceLost
+from ...placement.gpu_faults import MEASUREMENT, gpu_fault
 from .compute import device_lost
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -19,6 +23,44 @@ NOT_MEASURED: Final = (
 BUSY_PAUSE: Final = 20
 """While requests are in progress, a piece waits for this many times the seconds of the last one:
 a runner that is never idle gets its measurements all the same."""
+RETRIES_S: Final = (60.0, 600.0)
+"""Seconds after which a measurement that a GPU fault ended is repeated: what had the memory, or
+kept the GPU busy, may have ended."""
+
+
+def repeated(make_pieces: Callable[[], Pieces[T]]) -> Pieces[T]:
+    """Does a measurement's pieces, again after RETRIES_S where a GPU fault ended them.
+
+    Raises the last fault; DeviceLost where the GPU computes nothing any more.
+    """
+    for wait_s in RETRIES_S:
+        try:
+            return (yield from make_pieces())
+        except RuntimeError as fault:
+            if gpu_fault(str(fault)) is None:
+                raise
+            log.warning("a GPU fault ended a measurement; it is repeated in %.0f s", wait_s)
+            require_device(fault)
+        mx.clear_cache()
+        yield wait_s
+    return (yield from make_pieces())
+
+
+def require_device(fault: BaseException) -> None:
+    """Raises DeviceLost if, after a measurement's `fault`, the GPU computes nothing any more.
+
+    A command in flight was the measurement's own, so that nothing else is undefined.
+    """
+    try:
+        mx.synchronize()
+    except RuntimeError:
+        log.info("the GPU reported the fault again")
+    try:
+        mx.eval(mx.ones(1) + 1)
+    except RuntimeError as again:
+        raise DeviceLost(
+            f"the GPU computes nothing since a measurement: {fault}", param=MEASUREMENT
+        ) from again
 
 
 class Measuring:
@@ -41,7 +83,7 @@ class Measuring:
         self._clock = clock
         self._before_piece = before_piece
         self._only_idle = only_idle
-        self._due_at = clock()
+        self._due_at = self._paused_until = clock()
         self._advance()
 
     @property
@@ -55,7 +97,9 @@ class Measuring:
         `idle`: whether no request is in progress.
         """
         began_at = self._clock()
-        if self.is_done or (not idle and (self._only_idle or began_at < self._due_at)):
+        if self.is_done or began_at < self._paused_until:
+            return False
+        if not idle and (self._only_idle or began_at < self._due_at):
             return False
         try:
             mx.synchronize()
@@ -75,10 +119,13 @@ class Measuring:
     def _advance(self) -> None:
         assert self._pieces is not None
         try:
-            next(self._pieces)
+            if wait_s := next(self._pieces):
+                self._paused_until = self._clock() + wait_s
             return
         except StopIteration:
             pass
+        except DeviceLost:
+            raise
         # The compute thread's edge: answers continue with what is measured so far.
         except Exception:
             log.exception("a measurement failed; what it was to allow stays off")

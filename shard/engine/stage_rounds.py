@@ -17,7 +17,7 @@ from ..model.open_model import MODEL_FAULTS, headline
 from ..model.stage_model import StageModel
 from ..model.tensors import to_bytes
 from ..pipeline.frames import Replayed
-from .measuring import NOT_MEASURED
+from .measuring import NOT_MEASURED, repeated
 from .states.groups import Groups, K, StageGroup
 from .states.state import State
 from .step_times import StepTimes
@@ -112,7 +112,7 @@ class StageRounds(Generic[K]):
         yield
         try:
             probe = _Probe(self._model, self._dtype, hidden_size, vocabulary)
-            self.is_same = yield from probe.is_same(context_length)
+            self.is_same = yield from repeated(lambda: probe.is_same(context_length))
         except MODEL_FAULTS as fault:
             reason = f"this model cannot be computed in batches ({headline(fault)})"
             log.warning("%s: its requests take turns", reason)

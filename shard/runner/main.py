@@ -104,10 +104,10 @@ class Runner:
         """Ends the process: without its compute thread a runner only looks alive. The node starts
         another one."""
         message = f"the runner's compute thread died: {type(fault).__name__}; see its log"
-        if isinstance(fault, DeviceLost):
-            message = fault.message
-            time.sleep(LAST_WORDS_S)
         failure = pb.Failure(code=ExoNodeError.code, message=message)
+        if isinstance(fault, DeviceLost):
+            failure.message, failure.param = fault.message, fault.param or ""
+            time.sleep(LAST_WORDS_S)
         self._parent.send(pb.FromRunner(failure=failure))
         logging.shutdown()
         os._exit(1)

@@ -59,18 +59,17 @@ def test_faults_are_told_by_the_words_of_mlx_and_the_systems(
 
 
 def test_a_watchdog_halves_the_chunk_down_to_the_shortest() -> None:
-    chunk, before, rows = 512, None, list[int]()
-    while (limit := shortened(chunk, before, "watchdog")) is not None:
-        chunk, before = limit.rows, limit
+    chunk, rows = 512, list[int]()
+    while (limit := shortened(chunk, "watchdog", is_short=True)) is not None:
+        chunk = limit.rows
         rows.append(chunk)
     assert rows == [256, 128, 64, SHORTEST]
 
 
 def test_want_of_memory_shortens_once_and_a_failing_gpu_never() -> None:
-    once = shortened(512, None, "memory")
-    assert once == ChunkLimit(256, "memory")
-    assert shortened(256, once, "memory") is None
-    assert shortened(512, None, "device") is None
+    assert shortened(512, "memory") == ChunkLimit(256, "memory")
+    assert shortened(256, "memory", is_short=True) is None
+    assert shortened(512, "device") is None
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from ....mtp.families.taped_gated_delta import keeps_states
 from ....mtp.pieces import Pieces
 from ....mtp.probe import Subject
 from ...model.open_model import MODEL_FAULTS, headline
-from ..measuring import NOT_MEASURED
+from ..measuring import NOT_MEASURED, repeated
 from ..options import EngineOptions
 from ..request import Parameters
 from .draft_profile import DraftProfile
@@ -59,7 +59,7 @@ class LookupControl:
         if self.off_reason:
             return
         try:
-            copies = yield from probe_copies(subject, self._candidates, profile)
+            copies = yield from repeated(lambda: probe_copies(subject, self._candidates, profile))
         except MODEL_FAULTS as fault:  # only the probe's own state is lost
             self.off_reason = f"this model cannot verify copied drafts ({headline(fault)})"
             log.warning("%s: prompt lookup is off", self.off_reason)
@@ -89,7 +89,9 @@ class LookupControl:
             self.shared_reason = NOT_EXACT_TOGETHER
             return
         try:
-            copies = yield from probe_shared_copies(subject, self._lengths, profile)
+            copies = yield from repeated(
+                lambda: probe_shared_copies(subject, self._lengths, profile)
+            )
         except MODEL_FAULTS as fault:  # only the probe's own state is lost
             self.shared_reason = f"batches cannot verify copied drafts ({headline(fault)})"
             log.warning("%s: requests that share steps do not copy", self.shared_reason)

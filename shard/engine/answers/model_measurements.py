@@ -16,7 +16,7 @@ from ...kernels.first_choices import choose_first
 from ...model.open_model import MODEL_FAULTS, headline
 from ...model.tensors import DTYPES
 from ..drafter import new_draft
-from ..measuring import NOT_MEASURED, Measuring
+from ..measuring import NOT_MEASURED, Measuring, repeated
 from ..options import EngineOptions
 from ..request import Request
 from ..round_forms import RoundForms
@@ -144,7 +144,9 @@ class ModelMeasurements:
                 reason = yield from probe_fixed_rows(self.subject, rows)
                 self.identity = "off" if reason else "bitwise"
             else:
-                self.identity = yield from probe_identity(self.subject, k, self.profile)
+                self.identity = yield from repeated(
+                    lambda: probe_identity(self.subject, k, self.profile)
+                )
         except MODEL_FAULTS as fault:  # only the probe's own state is lost
             reason = f"drafts cannot be measured here ({headline(fault)})"
             log.warning("%s: nothing is drafted", reason)
@@ -158,7 +160,7 @@ class ModelMeasurements:
         if not k or self._drafting.off_reason:
             return
         try:
-            yield from probe_costs(self.subject, k, self.fixed_rows, self.profile)
+            yield from repeated(lambda: probe_costs(self.subject, k, self.fixed_rows, self.profile))
         except MODEL_FAULTS as fault:  # only the probe's own state is lost
             self._drafting.off_reason = f"this model's head cannot draft here ({headline(fault)})"
             log.warning("%s: nothing is drafted", self._drafting.off_reason)
@@ -171,8 +173,10 @@ class ModelMeasurements:
         try:
             match self._forms:
                 case RoundForms():
-                    self.batch_identity = yield from probe_batch_identity(
-                        self.subject, k, self.profile, shares_prompts=self._shares_prompts
+                    self.batch_identity = yield from repeated(
+                        lambda: probe_batch_identity(
+                            self.subject, k, self.profile, shares_prompts=self._shares_prompts
+                        )
                     )
                 case StageRounds() as rounds:
                     context = self._options.context_length

@@ -250,6 +250,15 @@ async def test_a_head_sees_every_limit_that_its_loads_are_refused_by(
     assert first.prefill_chunk == 256
 
 
+async def test_a_fault_of_a_measurement_is_counted_and_shortens_no_chunk(tmp_path: Path) -> None:
+    profiling = started(tmp_path)
+    spec = pb.StageSpec(model="demo", checkpoint_sha256="f1", dtype="float32", prefill_chunk=512)
+    for fault in ("watchdog", "memory"):
+        assert profiling.limit_chunk(spec, fault, is_measured=True) is None
+        assert profiling.gpu_faults["demo", fault] == 1
+    assert profiling.limit_chunk(spec, "watchdog") == ChunkLimit(256, "watchdog")
+
+
 async def test_a_load_with_wrong_or_slow_products_is_reported(tmp_path: Path) -> None:
     profiling = started(tmp_path)
 

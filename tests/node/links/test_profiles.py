@@ -177,6 +177,20 @@ def test_a_chunk_that_a_gpu_fault_left_is_published_and_that_of_a_watchdog_kept(
     assert open_profiles(tmp_path, mlx="2").chunk_limit("demo") is None
 
 
+def test_want_of_memory_takes_no_limit_of_the_watchdog_from_the_disk(tmp_path: Path) -> None:
+    spec = pb.StageSpec(model="demo", checkpoint_sha256="f1", dtype="float32")
+    profiles, watchdog = open_profiles(tmp_path), ChunkLimit(128, "watchdog")
+    profiles.store("f1", times())
+    profiles.limit_chunk(spec, watchdog)()
+    profiles.limit_chunk(spec, ChunkLimit(64, "memory"))()
+    profiles.correct(spec, 1.0)  # writes the file as well
+    assert profiles.chunk_limit("demo") == ChunkLimit(64, "memory")
+    assert open_profiles(tmp_path).chunk_limit("demo") == watchdog
+    profiles.limit_chunk(spec, ChunkLimit(32, "watchdog"))()
+    assert profiles.is_short_of_memory("demo"), "a second want of memory shortens nothing"
+    assert profiles.chunk_limit("demo") == ChunkLimit(32, "watchdog")
+
+
 def test_after_a_restart_the_shortest_chunk_of_a_model_counts(tmp_path: Path) -> None:
     profiles = open_profiles(tmp_path)
     for dtype, rows in (("float32", 256), ("bfloat16", 128)):

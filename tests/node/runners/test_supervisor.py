@@ -13,6 +13,7 @@ import pytest
 from exo_node.node.machine.timing import LAN
 from exo_node.node.runners.supervisor import RunnerHost, RunnerProcess, Status, Supervisor
 from exo_node.node.trust.certificates import Credentials
+from exo_node.placement.gpu_faults import MEASUREMENT
 from exo_node.proto import peer_pb2 as pb
 
 HANGS = "import signal; signal.pause()"
@@ -84,15 +85,35 @@ WATCHDOG = (
     "buffer execution failed: Caused GPU Timeout Error "
     "(00000002:kIOGPUCommandBufferCallbackErrorTimeout)"
 )
-ABORTS_ONCE_READY = f"""
+READY_AT_ONCE = f"""
 import os, socket, sys
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto.framing import framed
 ready = pb.FromRunner(ready=pb.LoadReady(pid=os.getpid()))
-socket.socket(fileno=int(sys.orig_argv[-1])).sendall(framed(ready.SerializeToString()))
+parent = socket.socket(fileno=int(sys.orig_argv[-1]))
+parent.sendall(framed(ready.SerializeToString()))
 os.write(2, {WATCHDOG.encode()!r} + b"\\n")
-os.abort()
 """
+"""A runner's start that is ready at once; how it ends follows."""
+
+
+def supervisor_of(
+    folder: Path, end: str, faults: list[tuple[str, str, bool]], ends: list[str]
+) -> Supervisor:
+    """A supervisor whose runners write of a fault once they are ready, and then run `end`."""
+    _ = (folder / "sitecustomize.py").write_text(READY_AT_ONCE + end)
+    host = RunnerHost(
+        node="a" * 20,
+        host="127.0.0.1",
+        credentials=lambda: Credentials(b"", b"", b""),
+        environment={"PYTHONPATH": str(folder)},
+        timing=LAN,
+    )
+    return Supervisor(
+        host,
+        lambda _, why: ends.append(why),
+        on_gpu_fault=lambda spec, fault, measured: faults.append((spec.placement, fault, measured)),
+    )
 
 
 @pytest.mark.parametrize("head_noticed_first", [False, True])
@@ -100,20 +121,8 @@ async def test_the_last_words_of_a_runner_tell_of_a_gpu_fault_once(
     tmp_path: Path, *, head_noticed_first: bool
 ) -> None:
     """The head may unload a runner that does not answer before its node knows that it ended."""
-    _ = (tmp_path / "sitecustomize.py").write_text(ABORTS_ONCE_READY)
-    host = RunnerHost(
-        node="a" * 20,
-        host="127.0.0.1",
-        credentials=lambda: Credentials(b"", b"", b""),
-        environment={"PYTHONPATH": str(tmp_path)},
-        timing=LAN,
-    )
-    faults, ends = list[tuple[str, str]](), list[str]()
-    supervisor = Supervisor(
-        host,
-        lambda _, why: ends.append(why),
-        on_gpu_fault=lambda spec, fault: faults.append((spec.placement, fault)),
-    )
+    faults, ends = list[tuple[str, str, bool]](), list[str]()
+    supervisor = supervisor_of(tmp_path, "os.abort()", faults, ends)
     try:
         spec = pb.StageSpec(placement="p", path=str(tmp_path))
         ready = await supervisor.load(spec, lambda _: None)
@@ -126,5 +135,39 @@ async def test_the_last_words_of_a_runner_tell_of_a_gpu_fault_once(
                 await asyncio.sleep(0.01)
     finally:
         await supervisor.close()
-    assert faults == [("p", "watchdog")]
+    assert faults == [("p", "watchdog", False)]
     assert [WATCHDOG in why for why in ends] == [True] * (not head_noticed_first)
+
+
+@pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), 9)"])
+async def test_what_a_stopped_or_killed_runner_wrote_earlier_is_no_reason_of_its_end(
+    tmp_path: Path, end: str
+) -> None:
+    faults, ends = list[tuple[str, str, bool]](), list[str]()
+    supervisor = supervisor_of(tmp_path, end, faults, ends)
+    try:
+        _ = await supervisor.load(pb.StageSpec(placement="p", path=str(tmp_path)), lambda _: None)
+        async with asyncio.timeout(60):
+            while not ends:
+                await asyncio.sleep(0.01)
+    finally:
+        await supervisor.close()
+    assert faults == []
+
+
+async def test_a_fault_of_a_measurement_is_reported_as_one(tmp_path: Path) -> None:
+    faults, ends = list[tuple[str, str, bool]](), list[str]()
+    failure = f"""
+failure = pb.Failure(message={WATCHDOG!r}, param={MEASUREMENT!r})
+parent.sendall(framed(pb.FromRunner(failure=failure).SerializeToString()))
+os._exit(1)
+"""
+    supervisor = supervisor_of(tmp_path, failure, faults, ends)
+    try:
+        _ = await supervisor.load(pb.StageSpec(placement="p", path=str(tmp_path)), lambda _: None)
+        async with asyncio.timeout(60):
+            while not ends:
+                await asyncio.sleep(0.01)
+    finally:
+        await supervisor.close()
+    assert faults == [("p", "watchdog", True)]

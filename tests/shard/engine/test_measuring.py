@@ -2,6 +2,7 @@
 
 # pyright: reportPrivateUsage=false
 
+import itertools
 import logging
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -20,10 +21,18 @@ from staged_readers import few_tokens, staged, tokens_of
 
 from exo_node.mtp.types import Round
 from exo_node.placement.errors import DeviceLost
-from exo_node.shard.engine.answers import model_measurements
+from exo_node.placement.gpu_faults import MEASUREMENT, gpu_fault
+from exo_node.shard.engine import measuring as measuring_module
+from exo_node.shard.engine.answers import lookup_control, model_measurements
 from exo_node.shard.engine.answers.draft_profile import DraftProfile, DraftProfileKey
 from exo_node.shard.engine.answers.text_engine import TextEngine
-from exo_node.shard.engine.measuring import BUSY_PAUSE, NOT_MEASURED, Measuring
+from exo_node.shard.engine.measuring import (
+    BUSY_PAUSE,
+    NOT_MEASURED,
+    RETRIES_S,
+    Measuring,
+    repeated,
+)
 from exo_node.shard.engine.request import Parameters
 from exo_node.shard.model.stage_model import StageModel
 
@@ -93,6 +102,56 @@ def test_a_gpu_fault_of_an_answer_is_not_the_measurements(monkeypatch: pytest.Mo
     with pytest.raises(DeviceLost, match="Insufficient Memory"):
         _ = measuring.step(idle=False)
     assert not done
+
+
+WATCHDOG = "[METAL] Command buffer execution failed: (2:kIOGPUCommandBufferCallbackErrorTimeout)"
+NO_MEMORY = "[malloc] Unable to allocate 34359738368 bytes."
+
+
+@pytest.mark.parametrize("words", [WATCHDOG, NO_MEMORY])
+def test_a_measurement_that_a_gpu_fault_ended_is_repeated_later(words: str) -> None:
+    """What kept the GPU busy, or had its memory, may have ended."""
+    clock, tries = Clock(), list[float]()
+
+    def failing(ends: list[bool]) -> Generator[None, None, str]:
+        yield
+        tries.append(clock.now)
+        if not ends.pop(0):
+            raise RuntimeError(words)
+        return "bitwise"
+
+    def measured(ends: list[bool], results: list[str]) -> Generator[float | None]:
+        results.append((yield from repeated(lambda: failing(ends))))
+
+    results = list[str]()
+    measuring = Measuring(measured([False, False, True], results), clock)
+    while not measuring.is_done:
+        if not measuring.step(idle=True):
+            clock.now += 1
+    assert results == ["bitwise"]
+    assert [b - a for a, b in itertools.pairwise(tries)] == list(RETRIES_S)
+    never = Measuring(measured([False] * 3, results), clock)
+    while not never.is_done:
+        clock.now += RETRIES_S[-1]
+        _ = never.step(idle=True)
+    assert results == ["bitwise"]
+
+
+def test_a_gpu_that_computes_nothing_after_a_measurement_ends_the_process_and_keeps_the_chunk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing() -> Generator[None]:
+        yield
+        raise RuntimeError(WATCHDOG)
+
+    def lost(*_: object) -> None:
+        raise RuntimeError(WATCHDOG)
+
+    measuring = Measuring(repeated(failing), Clock())
+    monkeypatch.setattr(measuring_module.mx, "eval", lost)
+    with pytest.raises(DeviceLost, match="computes nothing") as fault:
+        _ = measuring.step(idle=True)
+    assert fault.value.param == MEASUREMENT and gpu_fault(fault.value.message) == "watchdog"
 
 
 # ------------------------------------------------------------------------------------ whole models
@@ -237,6 +296,39 @@ def test_drafts_that_cannot_be_measured_stay_off_and_are_logged_once(
     assert got[0].ids == plain(asked())
     assert [record.message for record in caplog.records] == [f"{reason}: nothing is drafted"]
     assert served.lookup.refusal == served.measurements.batching_reason == ""
+
+
+@pytest.mark.parametrize(
+    ("module", "probe"),
+    [
+        (model_measurements, "probe_identity"),
+        (model_measurements, "probe_batch_identity"),
+        (model_measurements, "probe_costs"),
+        (lookup_control, "probe_copies"),
+        (lookup_control, "probe_shared_copies"),
+    ],
+)
+def test_a_gpu_fault_of_a_piece_turns_nothing_off(
+    monkeypatch: pytest.MonkeyPatch, module: Any, probe: str
+) -> None:
+    real, faults = getattr(module, probe), [RuntimeError(WATCHDOG), RuntimeError(NO_MEMORY)]
+
+    def failing(*args: Any, **options: Any) -> Generator[None]:
+        yield
+        if faults:
+            raise faults.pop()
+        return (yield from real(*args, **options))  # pyright: ignore[reportUnknownVariableType]
+
+    monkeypatch.setattr(module, probe, failing)
+    monkeypatch.setattr(measuring_module, "RETRIES_S", (1e-3, 1e-3))
+    served = unmeasured()
+    while not measuring_of(served).is_done:
+        _ = served.step()
+    assert not faults
+    got = answer(served, asked())
+    assert got.ids == plain(asked())
+    assert got.stats.drafting_reason == got.stats.lookup_reason == got.stats.batching_reason == ""
+    assert served.lookup.shared_reason == ""
 
 
 def test_a_head_that_cannot_draft_costs_no_answer_and_no_other_measurement(
