@@ -1,5 +1,6 @@
 """Measurements of a loaded stage, taken in pieces while its thread has nothing else to compute."""
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Final, TypeVar
@@ -51,10 +52,8 @@ def require_device(fault: BaseException) -> None:
 
     A command in flight was the measurement's own, so that nothing else is undefined.
     """
-    try:
+    with contextlib.suppress(RuntimeError):
         mx.synchronize()
-    except RuntimeError:
-        log.info("the GPU reported the fault again")
     try:
         mx.eval(mx.ones(1) + 1)
     except RuntimeError as again:
