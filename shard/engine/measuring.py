@@ -67,18 +67,24 @@ class Measuring:
 
     def __init__(
         self,
-        pieces: Pieces[None],
+        make_pieces: Callable[[], Pieces[None]],
         clock: Callable[[], float],
         before_piece: Callable[[], None] = lambda: None,
+        has_room: Callable[[int], bool] = lambda _: True,
         *,
         only_idle: bool = False,
     ) -> None:
-        """Does what `pieces` has before its first yield: takes up what an earlier load measured.
+        """Does what pieces have before their first yield: takes up what an earlier load measured.
 
-        `before_piece`: makes the model ready for a piece between other forwards. `only_idle`:
-        whether a result may change requests in progress.
+        `make_pieces` makes those of all that is not measured yet. `before_piece`: makes the model
+        ready for a piece between other forwards. `has_room`: whether so many bytes fit beside the
+        requests in progress; it reserves them. `only_idle`: whether a result may change requests in
+        progress.
         """
-        self._pieces: Pieces[None] | None = pieces
+        self._make_pieces = make_pieces
+        self._pieces: Pieces[None] | None = make_pieces()
+        self._has_room = has_room
+        self._held_bytes = 0
         self._clock = clock
         self._before_piece = before_piece
         self._only_idle = only_idle
@@ -93,8 +99,11 @@ class Measuring:
     def step(self, *, idle: bool) -> bool:
         """Does one piece, unless none is left or requests come first; returns whether it did.
 
-        `idle`: whether no request is in progress.
+        `idle`: whether no request is in progress. A measurement between two pieces gives up what it
+        holds, and begins again, where requests need the room.
         """
+        if self._held_bytes and not (self._has_room(self._held_bytes) or idle):
+            self._give_up()
         began_at = self._clock()
         if self.is_done or began_at < self._paused_until:
             return False
@@ -115,11 +124,25 @@ class Measuring:
         while self.step(idle=True):
             on_piece()
 
+    def _give_up(self) -> None:
+        assert self._pieces is not None
+        self._pieces.close()
+        self._pieces = self._make_pieces()
+        self._hold(0)
+        mx.clear_cache()
+
+    def _hold(self, size: int) -> None:
+        if size != self._held_bytes:
+            self._held_bytes = size
+            _ = self._has_room(size)
+
     def _advance(self) -> None:
         assert self._pieces is not None
+        before = mx.get_active_memory()
         try:
             if wait_s := next(self._pieces):
                 self._paused_until = self._clock() + wait_s
+            self._hold(max(0, self._held_bytes + mx.get_active_memory() - before))
             return
         except StopIteration:
             pass
@@ -129,4 +152,5 @@ class Measuring:
         except Exception:
             log.exception("a measurement failed; what it was to allow stays off")
         self._pieces = None
+        self._hold(0)
         mx.clear_cache()

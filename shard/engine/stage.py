@@ -124,9 +124,13 @@ class StageWorker:
         """Shares no forwards until `step` has measured whether they compute the same bits as those
         of single requests."""
         e = self._expected
-        pieces = self._rounds.probe(e.hidden_size, e.vocabulary, e.context_length)
         positions = self._model.rope_positions
-        self._measuring = Measuring(pieces, self._clock, lambda: positions.set_deltas([0]))
+        self._measuring = Measuring(
+            lambda: self._rounds.probe(e.hidden_size, e.vocabulary, e.context_length),
+            self._clock,
+            lambda: positions.set_deltas([0]),
+            lambda size: self._prefixes.reserve(size, self.cache_bytes()),
+        )
         return self._measuring
 
     def step(self) -> bool:

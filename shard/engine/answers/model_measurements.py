@@ -51,11 +51,12 @@ class ModelMeasurements:
         clock: Callable[[], float],
         *,
         shares_prompts: bool = True,
+        has_room: Callable[[int], bool] = lambda _: True,
     ) -> None:
         """`forms`: those of the engine's rounds; of a split model, this stage's rounds.
 
         `make_caches`: makes the caches of one request. `profile`: keeps what was measured.
-        `shares_prompts`: whether prompts may be read in one forward.
+        `shares_prompts`: whether prompts may be read in one forward. `has_room`: see `Measuring`.
         """
         self.identity = "off"
         """The greedy identity of drafts; "off" without a draft head, or until it is measured."""
@@ -66,6 +67,7 @@ class ModelMeasurements:
         self._forms = forms
         self._options = options
         self._shares_prompts = shares_prompts
+        self._has_room = has_room
         self._drafting = drafting
         self._lookup = lookup
         self.profile = profile
@@ -100,7 +102,11 @@ class ModelMeasurements:
         only_idle = bool(self.fixed_rows)
         positions = self.subject.target.rope_positions
         self._measuring = Measuring(
-            self._pieces(), self._clock, lambda: positions.set_deltas([0]), only_idle=only_idle
+            self._pieces,
+            self._clock,
+            lambda: positions.set_deltas([0]),
+            self._has_room,
+            only_idle=only_idle,
         )
         return self._measuring
 

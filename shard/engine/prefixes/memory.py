@@ -39,6 +39,8 @@ class PrefixCache:
         `make_caches` makes the empty caches of one request.
         """
         self._budget = budget
+        self._reserved = 0
+        """Bytes of the budget that neither prefixes nor requests have."""
         self.make_caches = make_caches
         self._root = PrefixNode(None, b"", 0)
         self._ticks = 0
@@ -129,6 +131,13 @@ class PrefixCache:
         )
         return is_in_tree and node.states is not None
 
+    def reserve(self, size: int, live: int) -> bool:
+        """Reserves `size` bytes of the budget, if they fit beside `live` ones of requests. Returns
+        whether they do: without a budget the room is not known, and has no prefixes in it."""
+        fits = not self._budget or size + live <= self._budget
+        self._reserved = size if fits else 0
+        return fits
+
     def evict(self, live: int | None = None) -> None:
         """Removes what has no room beside `live` bytes of requests in progress, the least useful
         first; without `live`, all of it."""
@@ -148,14 +157,14 @@ class PrefixCache:
         return self._budget > 0
 
     def _has_room(self, live: int) -> bool:
-        return self.size + live <= self._budget
+        return self.size + live + self._reserved <= self._budget
 
     def _make_room(self, node: PrefixNode, live: int) -> bool:
         """Evicts nodes that `node` does not need until the rest fits beside `live` bytes.
 
         Returns whether it fits; if it cannot, evicts nothing.
         """
-        if node.path_bytes + live > self._budget:
+        if node.path_bytes + live + self._reserved > self._budget:
             return False
         while not self._has_room(live):
             victim = self._victim()

@@ -57,6 +57,13 @@ class PrefixStore:
         """See `PrefixCache.hits`."""
         return self.memory.hits
 
+    def reserve(self, size: int, live: int) -> bool:
+        """Makes prefixes give way to `size` bytes of a measurement. Returns whether those fit
+        beside `live` ones; reserves none otherwise."""
+        fits = self.memory.reserve(size, live)
+        self.memory.evict(live)
+        return fits
+
     def begin(self) -> None:
         """Notes that a request begins."""
         if self.disk is not None:

@@ -52,7 +52,7 @@ def pieces(clock: Clock, done: list[float], seconds: Sequence[float]) -> Generat
 
 def test_an_idle_stage_does_one_piece_a_step_until_none_is_left() -> None:
     clock, done = Clock(), list[float]()
-    measuring = Measuring(pieces(clock, done, [1, 2, 3]), clock)
+    measuring = Measuring(lambda: pieces(clock, done, [1, 2, 3]), clock)
     assert not done, "the first piece waits for an idle moment"
     counts = [len(done) for _ in range(3) if measuring.step(idle=True)]
     assert (counts, measuring.is_done) == ([1, 2, 3], True)
@@ -62,7 +62,7 @@ def test_an_idle_stage_does_one_piece_a_step_until_none_is_left() -> None:
 @pytest.mark.smoke
 def test_between_requests_in_progress_pieces_take_a_small_share_of_the_time() -> None:
     clock, done = Clock(), list[float]()
-    measuring = Measuring(pieces(clock, done, [0.05, 0.05, 0.05]), clock)
+    measuring = Measuring(lambda: pieces(clock, done, [0.05, 0.05, 0.05]), clock)
     assert measuring.step(idle=False)
     clock.now += BUSY_PAUSE * 0.05 - 0.01
     assert not measuring.step(idle=False)
@@ -74,7 +74,7 @@ def test_between_requests_in_progress_pieces_take_a_small_share_of_the_time() ->
 
 def test_what_may_change_requests_in_progress_waits_for_their_end() -> None:
     clock, done = Clock(step=100), list[float]()
-    measuring = Measuring(pieces(clock, done, [1]), clock, only_idle=True)
+    measuring = Measuring(lambda: pieces(clock, done, [1]), clock, only_idle=True)
     assert not any(measuring.step(idle=False) for _ in range(9))
     assert measuring.step(idle=True)
 
@@ -84,7 +84,7 @@ def test_a_measurement_that_fails_is_logged_once_and_ends(caplog: pytest.LogCapt
         yield
         raise MemoryError("no room")
 
-    measuring = Measuring(failing(), Clock())
+    measuring = Measuring(failing, Clock())
     assert measuring.step(idle=True)
     assert measuring.is_done and not measuring.step(idle=True)
     assert [r.levelno for r in caplog.records] == [logging.ERROR]
@@ -97,7 +97,7 @@ def test_a_gpu_fault_of_an_answer_is_not_the_measurements(monkeypatch: pytest.Mo
         raise RuntimeError("[METAL] Command buffer execution failed: Insufficient Memory")
 
     clock, done = Clock(), list[float]()
-    measuring = Measuring(pieces(clock, done, [1]), clock)
+    measuring = Measuring(lambda: pieces(clock, done, [1]), clock)
     monkeypatch.setattr(mx, "synchronize", failing)
     with pytest.raises(DeviceLost, match="Insufficient Memory"):
         _ = measuring.step(idle=False)
@@ -124,13 +124,13 @@ def test_a_measurement_that_a_gpu_fault_ended_is_repeated_later(words: str) -> N
         results.append((yield from repeated(lambda: failing(ends))))
 
     results = list[str]()
-    measuring = Measuring(measured([False, False, True], results), clock)
+    measuring = Measuring(lambda: measured([False, False, True], results), clock)
     while not measuring.is_done:
         if not measuring.step(idle=True):
             clock.now += 1
     assert results == ["bitwise"]
     assert [b - a for a, b in itertools.pairwise(tries)] == list(RETRIES_S)
-    never = Measuring(measured([False] * 3, results), clock)
+    never = Measuring(lambda: measured([False] * 3, results), clock)
     while not never.is_done:
         clock.now += RETRIES_S[-1]
         _ = never.step(idle=True)
@@ -147,7 +147,7 @@ def test_a_gpu_that_computes_nothing_after_a_measurement_ends_the_process_and_ke
     def lost(*_: object) -> None:
         raise RuntimeError(WATCHDOG)
 
-    measuring = Measuring(repeated(failing), Clock())
+    measuring = Measuring(lambda: repeated(failing), Clock())
     monkeypatch.setattr(measuring_module.mx, "eval", lost)
     with pytest.raises(DeviceLost, match="computes nothing") as fault:
         _ = measuring.step(idle=True)
@@ -251,6 +251,46 @@ def test_a_request_waits_for_one_piece_at_most_while_two_come() -> None:
     while served.step():
         pass
     assert measuring_of(served).is_done
+
+
+def test_what_a_measurement_holds_is_room_that_prefixes_lack_and_that_requests_get() -> None:
+    """It is between two pieces while they come, and the planner counts only theirs."""
+    room = 1 << 24
+    served = unmeasured(prefix_cache_bytes=room)
+    store, measuring = served._prefixes.memory, measuring_of(served)
+    while not measuring._held_bytes:
+        assert served.step()
+    held = measuring._held_bytes
+    assert store._reserved == held > 1000
+    assert store._has_room(room - held) and not store._has_room(room - held + 1)
+    _ = served.begin(asked(), list[object]().append, list[object]().append)
+    assert not measuring.step(idle=False), "its time has not come"
+    assert measuring._held_bytes == held, "there is room for both"
+    store._budget = held + served._executor.bytes
+    while not served._executor.bytes:
+        assert served._engine.step()
+    before = mx.get_active_memory()
+    assert not measuring.step(idle=False)
+    assert measuring._held_bytes == store._reserved == 0
+    assert before - mx.get_active_memory() >= held // 2
+    store._budget = room
+    while served.step():
+        pass
+    assert measuring.is_done and store._reserved == 0
+    assert served.lookup.shared_reason == served.lookup.refusal == served.drafting.refusal == ""
+    assert answer(served, asked()).ids == plain(asked())
+
+
+def test_a_later_stage_counts_what_its_measurement_holds() -> None:
+    pipeline = staged(TWO, room=1 << 24)
+    worker = pipeline.workers[0]
+    measuring = worker.begin_measuring()
+    while not measuring._held_bytes:
+        assert worker.step()
+    assert worker._prefixes.memory._reserved == measuring._held_bytes
+    while worker.step():
+        pass
+    assert worker._prefixes.memory._reserved == 0
 
 
 def test_rounds_that_were_drafted_elsewhere_are_resumed_without_drafts() -> None:
