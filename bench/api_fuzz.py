@@ -22,6 +22,8 @@ from http_node import serving_fakes
 from exo_node.node.machine.events import EventLog
 from exo_node.node.trust.local_token import LocalToken
 
+DOCUMENT = Path(__file__).parents[1] / "docs" / "openapi.json"
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -30,7 +32,7 @@ def main() -> int:
     _ = parser.add_argument("--path", action="append", default=[])
     options = parser.parse_args()
     with serving_fakes(events=EventLog(), token=LocalToken("t")) as node:
-        document = cast(dict[str, Any], node.ask("GET", "/openapi.json").json)
+        document = cast(dict[str, Any], json.loads(DOCUMENT.read_text()))
         base = f"http://127.0.0.1:{node.port}"
         headers = {"x-exo-token": "t"}
         examples, start = cast(int, options.examples), cast(int, options.seed)

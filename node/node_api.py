@@ -93,7 +93,6 @@ class NodeApi:
             timing,
             access,
             between=lambda app: leaving.around(HeadForwarder(app, head, timing)),
-            version=local.version,
         )
         limits = ConnectionLimits(connections=connections_within(soft_limit(), CONNECTIONS))
         self._server = HttpServer(self._app, limits=limits, grace_s=timing.grace_s)

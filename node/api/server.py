@@ -37,7 +37,6 @@ from .ollama.ollama_api import Ollama
 from .ollama.ollama_files import OllamaFiles
 from .openai.completions_api import COMPLETIONS, TokenizerApi
 from .openai.openai_api import CHAT
-from .openapi import openapi_route
 from .operations.events_api import EventsApi
 from .operations.join_api import JoinApi
 from .operations.models_api import ModelFiles, ModelsApi
@@ -77,7 +76,6 @@ def build_app(
     access: Access | None = None,
     *,
     between: Callable[[ASGIApp], ASGIApp] = lambda app: app,
-    version: str = "",
     clock: Callable[[], float] = time.monotonic,
 ) -> ASGIApp:
     """The whole API and the dashboard behind the guard.
@@ -87,7 +85,7 @@ def build_app(
     access, profiles = access or Access(), services.profiles
     answering = Answering(services.chat, timing.keep_alive_s, clock, profiles)
     api = api_routes(answering, services, timing, access.token)
-    routes = [*api, openapi_route(api, version), *static_routes(static)]
+    routes = [*api, *static_routes(static)]
     paths = sorted({route.path for route in routes})
 
     async def on_http_exception(request: Request, error: Exception) -> Response:
@@ -125,7 +123,7 @@ def api_routes(
     timing: Timing,
     token: LocalToken | None = None,
 ) -> list[ApiRoute]:
-    """The routes of clients and of commands, without the page and the OpenAPI document."""
+    """The routes of clients and of commands, without the page."""
     events, joining = services.events, services.joining
     return [
         answering.route(CHAT),
