@@ -13,7 +13,6 @@ from .api.responses.response_runs import ResponseRuns
 from .api.server import HttpServer, Services, build_app
 from .api.shared.profile_file import ProfileFile
 from .chat.chat import ChatService
-from .chat.image_fetch import ImageFetcher
 from .chat.metrics import Metrics
 from .chat.readiness import Readiness
 from .chat.totals import Totals
@@ -61,7 +60,6 @@ class NodeApi:
             stages,
             metrics,
             timing,
-            ImageFetcher(is_allowed=settings.image_urls),
             guards_loops=settings.loop_guard,
         )
         readiness = Readiness(placements, stages, timing)

@@ -2,7 +2,6 @@
 
 chat.py: runs one request: claims a placement, streams the answer, resumes it after a loss
 claim.py: an answer's claim on a placement, held open at the head
-image_fetch.py: images that a request has as an address
 images.py: images in a conversation, and notes in their places
 metrics.py: measures answers and renders what Prometheus reads
 readiness.py: whether a loaded model would answer now

@@ -19,7 +19,6 @@ from ..machine.tasks import cancel
 from ..machine.timing import Timing
 from ..runners.runner_client import Endpoint, endpoints_of
 from .claim import Claim, Heads
-from .image_fetch import ImageFetcher
 from .images import as_read
 from .metrics import AnswerMeter, Metrics
 from .replica_prefixes import replica_prefixes
@@ -49,18 +48,16 @@ class ChatService:
         runners: Runners,
         metrics: Metrics,
         timing: Timing,
-        fetcher: ImageFetcher | None = None,
         *,
         guards_loops: bool = True,
     ) -> None:
-        """`fetcher` None: images that are addresses are refused. `guards_loops`: whether answers
-        may be ended where they repeat themselves, if their requests allow it."""
+        """`guards_loops`: whether answers may be ended where they repeat themselves, if their
+        requests allow it."""
         self._heads = heads
         self._runners = runners
         self._metrics = metrics
         self.timing = timing
         self._guards_loops = guards_loops
-        self.fetcher = fetcher or ImageFetcher(is_allowed=False)
         self.events = 0
         """The number of events of all answers so far; it grows while an answer makes progress."""
 
@@ -94,7 +91,7 @@ class ChatService:
                     if isinstance(news, pb.Placed):
                         generator = self._runners.near(endpoints_of(news)[0])
                         read, _ = as_read(request, generator.ready.images)
-                        wire = encode_to_wire(await self.fetcher.fetched(read))
+                        wire = encode_to_wire(read)
                         with _blames(request.prompt_field):
                             reply = await self._runners.encode(generator, wire)
                         return Encoded(tuple(reply.ids), reply.text, reply.context_length)
@@ -153,8 +150,7 @@ class _Answer:
             self._stages = [self._runners.near(stage) for stage in endpoints_of(placed)]
             if wire is None:
                 images = self._stages[0].ready.images
-                read, self._notes = as_read(self._request, images)
-                self._request = await self._chat.fetcher.fetched(read)
+                self._request, self._notes = as_read(self._request, images)
                 self._sampling = sources_of(self._request, placed)
             wire = _wire(self._request, placed, wire)
             try:

@@ -84,8 +84,16 @@ def as_read(request: GenerationRequest, images: str) -> tuple[GenerationRequest,
     """The request as the model reads it, and the names of the parts without effect.
 
     `images`: the model's `LoadReady.images`. Raises UnsupportedParameter if it would miss an image
-    of the user's latest turn.
+    of the user's latest turn, or an address that it could read.
     """
+    if images == READ:
+        for image in request.images:
+            if image.url:
+                raise UnsupportedParameter(
+                    f"'{image.field}' is an address, and nodes fetch no images: a client could "
+                    "make them ask hosts that only they can reach; send a data URL",
+                    param=image.field,
+                )
     if not request.images or images == READ:
         return request, ()
     for image in request.images:

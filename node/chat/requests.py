@@ -29,7 +29,7 @@ class Image:
     field: str
     """The request's field that has it, for errors."""
     url: str = dataclasses.field(default="", repr=False)
-    """The address to fetch it from, if `data` is empty."""
+    """The address that the client has sent in place of `data`, which is not fetched."""
     must_be_seen: bool = False
     """It is in the user's latest turn, so it is refused where the model reads no images."""
     refusal: str = ""

@@ -31,7 +31,6 @@ VARIABLES: Final = (
     "EXO_RESPONSES_GB=5 (GB of responses that requests ask to store; 0: none), "
     "EXO_RESPONSES_KEEP=7d (how long they are kept), "
     "EXO_KV_BITS=8 (attention caches of 8 or 4 bits a number, for longer contexts), "
-    "EXO_IMAGE_URLS=1 (fetch images that requests have as addresses), "
     "EXO_CARDS_DIR (a folder of your own cards), "
     "EXO_PROFILES_FILE (your own names for models), "
     "EXO_KEEP_ALIVE (how long an idle model stays loaded), "

@@ -122,7 +122,6 @@ class Settings(BaseModel):
     dtype: Annotated[Dtype, BeforeValidator(as_choice(get_args(Dtype)))] = "auto"
     offline: Switch = False
     auto_download: Switch = False
-    image_urls: Switch = False
     log_format: Annotated[LogFormat, BeforeValidator(as_choice(get_args(LogFormat)))] = Field(
         default_factory=_default_log_format
     )

@@ -148,7 +148,6 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "node/store/hub_client.py",
         "node/store/hub_download.py",
         "node/store/hub_search.py",
-        "node/chat/image_fetch.py",
         "node/cli/client.py",
     ),
     "llguidance": (

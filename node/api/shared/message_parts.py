@@ -226,7 +226,7 @@ def image_of_url(url: object, at: str, refusal: str = "") -> Image:
     match = _DATA_URL.match(url[:300])
     if match is None:
         raise InvalidRequest(
-            f"'{at}' should be a URL that begins with data:image/…;base64, or https://", param=at
+            f"'{at}' should be a URL that begins with data:image/…;base64,", param=at
         )
     return image_of_base64(url[match.end() :], (match["type"] or "").lower(), at, refusal)
 

@@ -70,6 +70,18 @@ def test_what_it_must_see_is_refused_with_the_reason(role: str) -> None:
         assert "which it cannot: exo-node[vision] is not installed" in caught.value.message
 
 
+def test_an_address_is_refused_where_the_model_would_read_it_and_a_note_elsewhere() -> None:
+    address = Image(b"", "", "[1].url", url="http://127.0.0.1:1/secret.png")
+    request = request_of(
+        {"role": "tool", "content": content_of([address])}, {"role": "user", "content": "and?"}
+    )
+    assert as_read(request, "no tower")[0].images == ()
+    with pytest.raises(UnsupportedParameter, match="send a data URL") as caught:
+        _ = as_read(request, READ)
+    assert caught.value.param == "messages[0].content[1].url"
+    assert "secret" not in caught.value.message
+
+
 def test_images_are_counted() -> None:
     with pytest.raises(InvalidRequest, match=f"more than {MAX_IMAGES}") as caught:
         _ = gathered([{"role": "user", "content": content_of([ONE] * (MAX_IMAGES + 1))}])

@@ -33,7 +33,6 @@ CONSTANTS = {
         "_LIMIT_S",
         "_MEASURE_ALL_LIMIT_S",
     },
-    "node/chat/image_fetch.py": {"WITHIN_S"},
     "node/cluster/discovery.py": {"_ASK_AGAIN_S"},
     # A setting's default and bounds on values.
     "node/machine/settings.py": {"LOAD_TIMEOUT_S"},
