@@ -22,8 +22,8 @@ from exo_node.node.api.server import Services, api_routes
 from exo_node.node.api.shared.answering import Answering
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.timing import PROFILES
+from exo_node.shard.tools.share.result import SharedResult, Spread, read_result
 from exo_node_bench.serve.result import Result
-from exo_node_bench.share.result import SharedResult, Spread, read_result
 
 HERE: Final = Path(__file__).resolve().parent
 BEGIN: Final = "<!-- made by docs/generate.py -->\n"

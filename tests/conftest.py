@@ -140,7 +140,7 @@ SLOW_FILES = {
         "conformance/test_conformance_slow",
         "conformance/test_conformance",
         "mtp/test_distribution",
-        "bench/share/test_share",
+        "shard/tools/share/test_share",
         "shard/tools/verify/test_verify",
         "shard/engine/test_batching",
         "shard/engine/test_choices",

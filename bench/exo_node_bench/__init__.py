@@ -1,4 +1,4 @@
-"""The commands `exo-node bench mtp`, `serve` and `share`, and what they have in common.
+"""The commands `exo-node bench mtp` and `exo-node bench serve`, and what they share.
 
 charts.py: charts as SVG, with matplotlib
 folder.py: the folder of a result

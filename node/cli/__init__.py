@@ -1,6 +1,6 @@
 """The commands of `exo-node`.
 
-bench.py: `exo-node bench`: `cluster`; `mtp`, `serve` and `share` where `bench/` is installed
+bench.py: `exo-node bench`: `cluster`; `mtp` and `serve` where `bench/` is installed
 cache.py: `exo-node cache`
 chat.py: `exo-node chat`
 child.py: the child process of a command that loads a model

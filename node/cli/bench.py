@@ -23,18 +23,16 @@ bench = group("Measure models on this machine, and the cluster.")
 
 
 def _add_benches() -> None:
-    """The commands of `exo_node_bench`; without it, commands that say what is missing."""
+    """The commands `mtp` and `serve`; without their package, commands that say what is missing."""
     try:
         from exo_node_bench.mtp.command import mtp
         from exo_node_bench.serve.command import serve
-        from exo_node_bench.share.command import share
     except ImportError as error:
         fault = "is missing" if error.name == "exo_node_bench" else f"does not fit ({error})"
         _add_refusal("mtp", "Sweep K: speed, acceptance, break-even.", fault)
         _add_refusal("serve", "Measure the node here, or other servers, under load.", fault)
-        _add_refusal("share", "Measure a model, and write figures to publish.", fault)
     else:
-        _ = bench.command()(mtp), bench.command()(serve), bench.command()(share)
+        _ = bench.command()(mtp), bench.command()(serve)
 
 
 def _add_refusal(name: str, help: str, fault: str) -> None:

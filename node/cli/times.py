@@ -16,6 +16,7 @@ class Times:
     approve_s: float = 30.0
     rekey_s: float = 120.0
     measure_s: float = 300.0
+    share_s: float = 900.0
     child_end_s: float = 5.0
     """A child process that was asked to end is killed after this."""
     stop_silence_s: float = 60.0

@@ -55,6 +55,10 @@ ROOMS: dict[str, str] = {
         "placement proto mtp mtp/caches mtp/families "
         "shard/engine shard/engine/states shard/model shard/kernels shard/text shard/tools"
     ),
+    "shard/tools/share": (
+        "placement proto mtp shard/engine shard/engine/answers shard/model shard/kernels "
+        "shard/tools shard/tools/verify"
+    ),
     "node/machine": "placement shard/checkpoint shard/kernels",
     "node/trust": "placement node/machine",
     "node/rpc": "placement proto node/trust node/machine",

@@ -14,8 +14,13 @@ from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded, load
 from exo_node.shard.model.tensors import DTYPES
+from exo_node.shard.tools.share.timed_answers import (
+    Stopwatch,
+    TimedAnswer,
+    measured_engine,
+    timed_answer,
+)
 
-from ..share.timed_answers import Stopwatch, TimedAnswer, measured_engine, timed_answer
 from ..spread import rotated
 from .report import ADAPTIVE, BOTH, LOOKUP, MLX_LM, OFF, Arm, StepCosts, TimedRun
 from .request import BenchRequest

@@ -37,7 +37,6 @@ def run(before: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         ("mtp", "demo", "--k", "1,2", "--output", "out"),
         ("mtp", "--help"),
         ("serve", "-h"),
-        ("share", "out.json", "--model", "demo"),
         ("serve", "--server", "a=http://127.0.0.1:1", "--concurrency=1,4", "--nonsense"),
     ],
     ids=" ".join,
@@ -55,7 +54,7 @@ def test_without_the_package_the_cluster_is_measured_and_the_help_is_whole(tmp_p
     process = run(_MISSING, "cluster", "--data-dir", str(tmp_path))
     assert process.returncode == 69, process.stderr
     listing = run(_MISSING, "--help").stdout
-    assert all(f"  {name} " in listing for name in ("mtp", "serve", "share", "cluster"))
+    assert all(f"  {name} " in listing for name in ("mtp", "serve", "cluster"))
 
 
 def test_a_package_that_does_not_fit_is_named_with_its_fault(tmp_path: Path) -> None:

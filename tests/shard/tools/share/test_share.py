@@ -1,4 +1,4 @@
-"""`exo-node bench share` as a command: what it measures, what it keeps to itself, its end."""
+"""`exo-node report --share` as a command: what it measures, what it keeps to itself, its end."""
 
 import getpass
 import json
@@ -14,7 +14,7 @@ from api_stub import COMMAND, environment, exo_node
 from interrupts import ending_on_interrupt
 from small import small_checkpoint
 
-from exo_node_bench.share.result import SharedResult, read_result
+from exo_node.shard.tools.share.result import SharedResult, read_result
 
 USER, HOST, KEY = "ada-lovelace", "adas-macbook", "sk-not-for-anybody"
 PROMPT = "whisper-the-launch-codes"
@@ -57,7 +57,7 @@ def shared(home: Path) -> tuple[str, str]:
     file = home / "out" / "mine.json"
     file.parent.mkdir()
     result = subprocess.run(
-        [*COMMAND, "bench", "share", str(file), "--model", f"{USER}-finetune"],
+        [*COMMAND, "report", str(file), "--share", "--model", f"{USER}-finetune"],
         capture_output=True,
         text=True,
         env=environment(**variables(home)),
@@ -97,7 +97,7 @@ def test_ctrl_c_leaves_nothing(home: Path, tmp_path: Path) -> None:
     """Also where a result of an earlier run stands: that one stays as it was."""
     file = tmp_path / "result.json"
     _ = file.write_text("an earlier one")
-    arguments = [*COMMAND, "bench", "share", str(file), "--model", f"{USER}-finetune"]
+    arguments = [*COMMAND, "report", str(file), "--share", "--model", f"{USER}-finetune"]
     with ending_on_interrupt():
         process = subprocess.Popen(
             arguments, stderr=subprocess.PIPE, env=environment(**variables(home)), text=True
@@ -119,11 +119,13 @@ def test_ctrl_c_leaves_nothing(home: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_written_or_measured_is_refused_before_it_starts(tmp_path: Path) -> None:
     absent, folder = str(tmp_path / "no" / "result.json"), str(tmp_path)
     for arguments, words in (
-        ((absent,), "cannot be written"),
-        ((folder,), "cannot be written"),
-        ((str(tmp_path / "r.json"), "--model", "nobody/has-this"), "nobody/has-this"),
+        ((absent, "--share"), "cannot be written"),
+        ((folder, "--share"), "cannot be written"),
+        ((str(tmp_path / "r.json"), "--share", "--model", "nobody/has-this"), "nobody/has-this"),
+        ((str(tmp_path / "r.json"), "--model", "demo"), "--share"),
+        ((str(tmp_path / "r.json"), "--share", "--port", "1"), "--port"),
     ):
-        result = exo_node("bench", "share", *arguments, EXO_DATA_DIR=str(tmp_path / "data"))
+        result = exo_node("report", *arguments, EXO_DATA_DIR=str(tmp_path / "data"))
         assert result.returncode != 0 and words in result.stderr, result.stderr
         assert "at most" not in result.stderr
     assert [*tmp_path.iterdir()] == [], json.dumps([str(each) for each in tmp_path.iterdir()])

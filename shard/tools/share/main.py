@@ -1,6 +1,6 @@
-"""The child process of `exo-node bench share`: one model measured, the result on stdout.
+"""The child process of `exo-node report --share`: one model measured, the result on stdout.
 
-Started as `python -P -m exo_node_bench.share.main`. Notes go to stderr.
+Started as `python -P -m exo_node.shard.tools.share.main`. Notes go to stderr.
 """
 
 import os
@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, cast
 
 from pydantic import Field
 
-from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.tools.child import ModelRequest, compile_apart, note, run_child
-from exo_node.shard.tools.verify import main as verify
-from exo_node.shard.tools.verify.report import Check, verdict_of
-
+from ....proto import peer_pb2 as pb
+from ..child import ModelRequest, compile_apart, note, run_child
+from ..verify import main as verify
+from ..verify.report import Check, verdict_of
 from .result import Machine, Model, SharedIdentity, SharedResult, SharedSpeed, Versions, plain_text
 
 if TYPE_CHECKING:
-    from exo_node.shard.engine.answers.text_engine import TextEngine
-    from exo_node.shard.model.load import Loaded
+    from ...engine.answers.text_engine import TextEngine
+    from ...model.load import Loaded
 
 SPEED_SHARE: Final = 0.3
 """The share of the time after which no repeat begins; the rest is for the checks."""
@@ -115,7 +114,7 @@ def products_floor(modules: Iterable[object]) -> int | None:
 
     Where MLX chooses kernels by the number of rows, `exo_node.shard.kernels.row_groups` does that.
     """
-    from exo_node.shard.kernels.row_sets import RowRange
+    from ...kernels.row_sets import RowRange
 
     ranges = (getattr(module, "agreeing", None) for module in modules)
     return max((each.floor for each in ranges if isinstance(each, RowRange)), default=None)
@@ -130,7 +129,7 @@ def _run(request: ShareRequest) -> int:
 
 def main() -> NoReturn:
     """Entry point of the child process."""
-    run_child("bench share", ShareRequest, _run)
+    run_child("report --share", ShareRequest, _run)
 
 
 if __name__ == "__main__":

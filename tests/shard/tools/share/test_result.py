@@ -1,4 +1,4 @@
-"""The file of `exo-node bench share`: what it may contain, and that later versions read it."""
+"""The file of `exo-node report --share`: what it may contain, and that later versions read it."""
 
 import json
 import platform
@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 from mlx import nn
 
+from exo_node.node.cli.report import published_id
 from exo_node.placement.errors import InvalidSettings, LoadFailed
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.kernels.row_groups import GroupedLinear
 from exo_node.shard.kernels.row_sets import RowRange
-from exo_node.shard.tools.verify.report import Check
-from exo_node_bench.share.command import published_id
-from exo_node_bench.share.main import ShareRequest, products_floor, result_of
-from exo_node_bench.share.result import (
+from exo_node.shard.tools.share.main import ShareRequest, products_floor, result_of
+from exo_node.shard.tools.share.result import (
     Machine,
     Model,
     SharedIdentity,
@@ -29,10 +28,11 @@ from exo_node_bench.share.result import (
     plain_text,
     read_result,
 )
-from exo_node_bench.share.speeds import rate
-from exo_node_bench.share.timed_answers import TimedAnswer
+from exo_node.shard.tools.share.speeds import rate
+from exo_node.shard.tools.share.timed_answers import TimedAnswer
+from exo_node.shard.tools.verify.report import Check
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[4] / "docs"
 GENERATOR: Mapping[str, Any] = runpy.run_path(str(DOCS / "generate.py"))
 FIRST_VERSION = b"""{"kind": "exo-node result", "schema_version": 1, "date": "2026-11-29",
 "machine": {"chip": "Apple M9", "backend": "metal", "memory_gb": 64, "cores": 12,

@@ -1,6 +1,5 @@
-"""`exo-node bench share`: a child process that measures what a person may publish.
+"""`exo-node report --share`: a child process that measures what a person may publish.
 
-command.py: the command
 main.py: the child process
 result.py: the file to publish
 speeds.py: plain and drafted speed, and the time to the first token

@@ -4,14 +4,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from exo_node.mtp.types import GenerationStats, Sampling
-from exo_node.placement.errors import LoadFailed
-from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.answers.events import AnswerEnd, Delta
-from exo_node.shard.engine.answers.text_engine import TextEngine
-from exo_node.shard.engine.options import EngineOptions
-from exo_node.shard.engine.request import Parameters
-from exo_node.shard.model.load import Loaded
+from ....mtp.types import GenerationStats, Sampling
+from ....placement.errors import LoadFailed
+from ....proto import peer_pb2 as pb
+from ...engine.answers.events import AnswerEnd, Delta
+from ...engine.answers.text_engine import TextEngine
+from ...engine.options import EngineOptions
+from ...engine.request import Parameters
+from ...model.load import Loaded
 
 
 @dataclass(frozen=True, slots=True)

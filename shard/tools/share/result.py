@@ -1,4 +1,4 @@
-"""The file of `exo-node bench share`, which anybody may read; free of MLX.
+"""The file of `exo-node report --share`, which anybody may read; free of MLX.
 
 It has figures, facts of this list and nothing else: no host, user, path, address, key or text of a
 model. Texts are of few characters, none of which is a slash, but in a published model's id.
@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from exo_node.placement.errors import InvalidSettings
+from ....placement.errors import InvalidSettings
 
 SCHEMA: Final = 1
 """Raised with each field that is added; it then has a default, so that earlier files stay valid."""
@@ -130,7 +130,7 @@ class SharedResult(_Part):
     source: str | None = Field(
         default=None,
         pattern=r"^bench/results/[a-z0-9-]+\.md$",
-        description="the page of a bench that these figures are of; null: bench share",
+        description="the page of a bench that these figures are of; null: report --share",
     )
 
     def as_json(self) -> str:
@@ -160,5 +160,5 @@ def read_result(raw: bytes, name: str) -> SharedResult:
         first = error.errors(include_url=False, include_input=False)[0]
         field = ".".join(map(str, first["loc"])) or "all of it"
         raise InvalidSettings(
-            f"{name}: {field}: {first['msg']}; write the file by `exo-node bench share`"
+            f"{name}: {field}: {first['msg']}; write the file by `exo-node report --share`"
         ) from error

@@ -5,10 +5,9 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Final
 
-from exo_node.placement.errors import LoadFailed
-from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.answers.text_engine import TextEngine
-
+from ....placement.errors import LoadFailed
+from ....proto import peer_pb2 as pb
+from ...engine.answers.text_engine import TextEngine
 from .result import SharedSpeed, Spread
 from .timed_answers import TimedAnswer, timed_answer
 
