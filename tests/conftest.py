@@ -1,6 +1,8 @@
 """Hooks of the whole suite: timing of nodes, seeds, parts of the suite, shared measurements."""
 
+import functools
 import gc
+import itertools
 import os
 import random
 import sys
@@ -210,6 +212,10 @@ SLOW_FILES = {
         "dashboard/test_page_places",
         "dashboard/test_page_copies",
         "dashboard/test_page_first_visit",
+        "dashboard/test_page_models",
+        "dashboard/test_page_images",
+        "dashboard/test_page_search",
+        "dashboard/test_page_lost_node",
     ),
 }
 """The files that take more than a few seconds of CPU, by part, the longest first.
@@ -231,23 +237,35 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The core imports no slow file without a test for it: each of its processes imports all."""
+    if config.option.markexpr != "core" or _name(collection_path) not in _slow_names():
+        return None
+    return "mark.smoke" not in collection_path.read_text() or None
+
+
+@functools.cache
+def _slow_names() -> frozenset[str]:
+    return frozenset(itertools.chain(*SLOW_FILES.values()))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks each test with its part and puts the longest files first."""
     parts = {file: part for part, files in SLOW_FILES.items() for file in files}
     place = {file: number for number, file in enumerate(parts)}
     for item in items:
-        part = parts.get(_file(item))
+        part = parts.get(_name(item.path))
         if part is None or item.get_closest_marker("smoke"):
             item.add_marker("core")
         if part is not None:
             item.add_marker(part)
-    items.sort(key=lambda item: place.get(_file(item), len(place)))
+    items.sort(key=lambda item: place.get(_name(item.path), len(place)))
 
 
-def _file(item: pytest.Item) -> str:
-    """The name of a test's file in `SLOW_FILES`, such as shard/engine/test_engine."""
-    return item.path.relative_to(TESTS).with_suffix("").as_posix()
+def _name(path: Path) -> str:
+    """The name of a test file in `SLOW_FILES`, such as shard/engine/test_engine."""
+    return path.relative_to(TESTS).with_suffix("").as_posix()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -168,7 +168,7 @@ async def joiner(
             folder.establish()
         own = identity or load_or_create_identity(Path(root))
         company, heartbeats, ending, events = Company(), NoHeartbeats(), NodeExit(), EventLog()
-        loops = Loops(events, LOCAL)
+        loops = Loops(events, replace(LOCAL, keep_alive_s=0.1))  # steady after 0.5 s
         credentials = node_credentials(own, key)
         state = JoinState(
             Keyring(folder, key, own, credentials, cluster_fingerprint(key)),

@@ -65,8 +65,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("k", [0, 2])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("name", "k"), [*((name, 2) for name in OPTIONS), ("penalised", 0)])
 def test_the_ids_are_those_of_plain_decoding(name: str, k: int) -> None:
     plain = told(0, sampling=OPTIONS[name])
     for length in LENGTHS:

@@ -92,14 +92,18 @@ COST_TABLES = {
     "the third draft is dear": (1.0, 1.1, 1.2, 2.5),
     "the first draft is dear": (1.0, 1.5, 1.55, 1.6),
 }
+UNPROBED = ("M5 dense", "rows are free", "the first draft is dear")
+"""Cost tables of which nothing was measured at the start."""
 PROBES: dict[str, Callable[[Sequence[float]], list[float]]] = {
     "drafts seem dearer": lambda costs: [c + 0.15 * k for k, c in enumerate(costs)],
     "none": lambda _: [],
 }
 
 
-@pytest.mark.parametrize("probe", PROBES)
-@pytest.mark.parametrize("costs", COST_TABLES)
+@pytest.mark.parametrize(
+    ("costs", "probe"),
+    [*((costs, "drafts seem dearer") for costs in COST_TABLES), *((c, "none") for c in UNPROBED)],
+)
 @pytest.mark.parametrize("profile", PROFILES)
 def test_without_a_card_it_is_within_three_percent_of_the_best_fixed_depth(
     profile: str, costs: str, probe: str

@@ -49,7 +49,6 @@ def client(served: Node) -> Iterator[Any]:
         yield stack.enter_context(OpenAI(base_url=base, api_key="any", max_retries=0))
 
 
-@pytest.mark.smoke
 def test_choice_i_is_the_answer_with_the_seed_plus_i_and_the_prompt_is_read_once(
     client: Any,
 ) -> None:

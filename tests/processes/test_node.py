@@ -44,7 +44,6 @@ def test_a_fresh_node_answers_at_once_with_native_mtp_and_ends_cleanly(tmp_path:
         assert "Traceback" not in running.log.read_text()
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("row", "k"),
     [(row, k) for k, row in enumerate(ORACLE[:4])],
@@ -91,7 +90,6 @@ def test_a_stream_carries_the_same_tokens_and_ends_with_its_stats(demo: Node) ->
     assert [t for c in choices for t in c.get("token_ids") or ()] == STORY["greedy_ids"]
 
 
-@pytest.mark.smoke
 def test_a_client_that_goes_away_frees_the_cache_long_before_the_end(demo: Node) -> None:
     fields = {"max_tokens": 4000, "num_draft_tokens": 0, **NEVER_END}
     started_at = time.monotonic()
@@ -322,9 +320,7 @@ def test_a_killed_nodes_runner_and_helper_end_though_they_are_stopped(tmp_path: 
                 each.kill()
 
 
-@pytest.mark.parametrize(
-    "sign", [pytest.param(signal.SIGKILL, marks=pytest.mark.smoke), signal.SIGSTOP]
-)
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_mtp_answer_resumes_with_the_same_ids_after_its_runner_is_lost(
     demo: Node, sign: signal.Signals
 ) -> None:

@@ -328,13 +328,13 @@ def test_damaged_uses_are_none_and_stop_nobody(tmp_path: Path, content: bytes) -
     assert len(read_uses(tmp_path)) == 1
 
 
-def test_ten_thousand_wrong_tokens_write_and_log_nothing(
+def test_a_thousand_wrong_tokens_write_and_log_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     token = create_token(tmp_path, "laptop")
     tokens = ApiTokens(tmp_path)
     before = sorted(path.name for path in tmp_path.iterdir())
-    assert not any(accepts(tokens, f"exo-{number:043}") for number in range(10_000))
+    assert not any(accepts(tokens, f"exo-{number:043}") for number in range(1_000))
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     assert caplog.records == []
     assert accepts(tokens, token)

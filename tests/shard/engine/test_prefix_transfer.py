@@ -26,9 +26,7 @@ from transfers import KEY, content, handed_over, received
 from exo_node.shard.checkpoint.prefix_files import PrefixReceiver
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("tier", ["memory", "disk"])
-@pytest.mark.parametrize("k", [0, 1, 2, 3])
+@pytest.mark.parametrize(("k", "tier"), [(0, "disk"), (1, "memory"), (3, "memory"), (3, "disk")])
 def test_the_second_engine_answers_as_a_cold_one(k: int, tier: str, tmp_path: Path) -> None:
     source = engine(opened(tmp_path / "source"))
     for prompt in (FIRST, SECOND):

@@ -156,7 +156,6 @@ FLOODS = (
 )
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("call_format", SPELLINGS)
 def test_a_flood_of_one_text_is_read_in_time(call_format: str) -> None:
     """Twice as long a text as may be held back."""
