@@ -138,8 +138,6 @@ def run_checks(
     rollback = numbers.check_rollback(subject, chain, fixed_rows_hold=fixed.holds)
     yield rollback
     yield fixed_rows
-    note("checking the head's cache")
-    yield numbers.check_priming(subject, prompts[0], effort.tokens)
     note("checking answers")
     exact = blocks.finding == "ok"
     tau = max(each.tau for each in differences)

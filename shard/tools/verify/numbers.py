@@ -1,15 +1,15 @@
-"""Checks of numbers: blocks, rollback and fixed rows against single steps; the head's cache."""
+"""Checks of numbers: blocks, rollback and fixed rows against single steps."""
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import mlx.core as mx
 
 from ....mtp.caches.batch_caches import left_aligned
 from ....mtp.caches.positions import Positions
-from ....mtp.caches.rollback import RowCache, holds_rows, row_count, state_arrays
+from ....mtp.caches.rollback import holds_rows, row_count
 from ....mtp.pieces import result_of
 from ....mtp.probe import (
     LONGEST_PROBED,
@@ -20,15 +20,13 @@ from ....mtp.probe import (
 )
 from ....mtp.sampling import greedy_token
 from ....mtp.seams import as_ids, as_row
-from ...engine.drafter import DraftModel
 from .report import Check, Finding, finite
-from .subject import Forwards, ModelUnderTest, answer
+from .subject import Forwards, ModelUnderTest
 
 NOISE = 8
 """The most rounding of a whole model, in units of the dtype's."""
 COARSEST_UNIT = 2.0**-10
 """GPUs multiply float32 in TF32, with 10 bits of mantissa."""
-PRIMING_CHUNK = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,81 +245,6 @@ def _compare_rollbacks(subject: ModelUnderTest, chain: ReferenceRun, k: int) -> 
 def rows_for_rollback(k: int) -> int:
     """The number of ids that `check_rollback` needs, including its last block's drafts."""
     return (k + 1) * (k + 2) // 2 + k + 1
-
-
-class _WatchedHead:
-    """A draft head that records its inputs by position in its cache.
-
-    Drafting writes rows after the committed ones, which later committed rows overwrite.
-    """
-
-    def __init__(self, model: DraftModel) -> None:
-        self._head = model.head
-        self.model = model._replace(head=self)
-        self.rows: list[tuple[mx.array, mx.array]] = []
-        """Hidden state and embedding (1, 1, H) of each row."""
-        self.holes = 0
-        self.cache = model.make_cache()
-
-    def __call__(self, hidden: mx.array, embedding: mx.array, cache: RowCache) -> mx.array:
-        begin, self.cache = row_count(cache), cache
-        self.holes += begin > len(self.rows)
-        inputs = [(hidden[:, i : i + 1], embedding[:, i : i + 1]) for i in range(hidden.shape[1])]
-        self.rows[begin:] = inputs
-        return self._head(hidden, embedding, cache)
-
-
-def check_priming(subject: ModelUnderTest, prompt: Sequence[int], tokens: int) -> Check:
-    """Compares the head's cache after chunks and rounds with one that got its rows one by one."""
-    if subject.draft_model is None:
-        return Check("priming", "skipped", subject.no_drafts, {})
-    watched = _WatchedHead(subject.draft_model)
-    small = replace(subject, chunk=PRIMING_CHUNK, draft_model=watched.model, runs_ahead=False)
-    rounds = answer(small, prompt, subject.max_k, tokens)
-    rows, stepwise = row_count(watched.cache), subject.draft_model.make_cache()
-    for hidden, embedding in watched.rows[:rows]:
-        mx.eval(subject.draft_model.head(hidden, embedding, stepwise))
-    # The head reads the last rounds' rows when it drafts next.
-    unread = sum(len(each.tokens) for each in rounds[-2:])
-    committed = len(prompt) + tokens - 1
-    wrong = not committed - unread <= rows <= committed
-    a, b = (_rows(each, rows) for each in (watched.cache, stepwise))
-    return _priming_result(subject, rows, watched.holes + wrong, a, b)
-
-
-def _priming_result(
-    subject: ModelUnderTest, rows: int, holes: int, a: mx.array | None, b: mx.array | None
-) -> Check:
-    numbers: dict[str, Any] = {"rows": rows, "holes": holes}
-    if holes or a is None or b is None:
-        summary = "the head's cache does not hold one row for each committed token but the last"
-        return Check("priming", "defect", summary, numbers)
-    difference = compare(b, a)
-    numbers |= {
-        "rows_different": difference.rows_different,
-        "max_abs_difference": difference.largest,
-        "median_relative_difference": difference.median_relative,
-    }
-    finding = difference.finding(subject.dtype)
-    summary = f"the head's {rows} rows from chunks and rounds are those of single steps"
-    if finding != "ok":
-        summary = (
-            f"{difference.rows_different} of the head's {rows} rows differ from single steps"
-            + (
-                ", as other kernels round"
-                if finding == "differs"
-                else ", more than rounding explains"
-            )
-        )
-    return Check("priming", finding, summary, numbers)
-
-
-def _rows(cache: RowCache, rows: int) -> mx.array | None:
-    """Keys and values side by side, (rows, numbers); None if there are fewer rows."""
-    if row_count(cache) < rows or not state_arrays(cache):
-        return None
-    parts = (array[0, :, :rows].swapaxes(0, 1) for array in state_arrays(cache))
-    return mx.concatenate([part.reshape(rows, -1) for part in parts], axis=-1)
 
 
 def worst(findings: Sequence[Finding]) -> Finding:

@@ -39,7 +39,6 @@ from exo_node.node.placements.local_model import resolve
 from exo_node.placement.errors import InvalidCheckpoint, InvalidSettings, ModelNotFound
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.drafter import DraftModel
-from exo_node.shard.engine.states.cache_set import CacheSet
 from exo_node.shard.tools import child
 from exo_node.shard.tools.verify import main as verify
 from exo_node.shard.tools.verify.answers import (
@@ -62,7 +61,6 @@ ALL = (
     "blocks",
     "rollback",
     "fixed_rows",
-    "priming",
     "greedy",
     "batch",
     "strict",
@@ -134,9 +132,6 @@ def test_the_cpu_is_exact(exact: dict[str, Check]) -> None:
     assert [each["k"] for each in per_k] == [1, 2, 3]
     assert all(each["rows"] == 14 and each["rows_different"] == 0 for each in per_k)
     assert exact["blocks"].numbers["floor"] == 1
-    committed = len(PROMPTS[0]) + EFFORT.tokens - 1
-    # All of them but those of the last round, which the head reads when it drafts next.
-    assert committed - 4 <= exact["priming"].numbers["rows"] < committed
 
 
 def test_a_backend_that_rounds_by_rows_is_a_near_tie_and_strict_holds() -> None:
@@ -197,7 +192,7 @@ def test_a_model_without_a_head_is_checked_as_far_as_that_goes() -> None:
     checks = checked(subject(head=False), effort=FEWER)
     for name in ("blocks", "rollback", "fixed_rows", "batch"):
         assert checks[name].finding == "ok"
-    for name in ("priming", "greedy", "strict", "seeded", "marginals"):
+    for name in ("greedy", "strict", "seeded", "marginals"):
         assert checks[name] == Check(name, "skipped", "its weights were stripped", {})
     text = as_text(report(list(checks.values()), head="stripped"))
     assert "drafts nothing here" in text
@@ -224,15 +219,6 @@ def keep_the_recurrent_state(monkeypatch: pytest.MonkeyPatch) -> None:
         self.forget()
 
     monkeypatch.setattr(TapedCache, "rollback", forget)
-
-
-def leave_the_heads_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Speculative rows stay in the head's cache."""
-
-    def keep(self: CacheSet, rows: int) -> None:
-        del self, rows
-
-    monkeypatch.setattr(CacheSet, "drop", keep)
 
 
 def accept_likely_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +272,6 @@ def show_everybody_the_longest_past(monkeypatch: pytest.MonkeyPatch) -> None:
         (show_everybody_the_longest_past, {"batch"}),
         (leave_one_row, {"rollback", "greedy", "seeded"}),
         (keep_the_recurrent_state, {"rollback", "greedy", "seeded"}),
-        (leave_the_heads_rows, {"priming"}),
         (accept_likely_drafts, {"marginals"}),
         (accept_one_too_many, {"greedy", "seeded", "strict"}),
     ],
