@@ -18,10 +18,9 @@ from ...proto.fields import changed
 from ..machine.tasks import cancel
 from ..machine.timing import Timing
 from ..runners.runner_client import Endpoint, endpoints_of
-from .claim import Claim, Heads
+from .claim import Claim, Heads, replica_prefixes
 from .images import as_read
 from .metrics import AnswerMeter, Metrics
-from .replica_prefixes import replica_prefixes
 from .requests import (
     AnswerProgress,
     CallPart,

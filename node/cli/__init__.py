@@ -16,7 +16,6 @@ join.py: nodes, approve, deny, join, key, leave, rekey, dashboard
 launch.py: `exo-node launch`
 load.py: a model's load with its progress, and `exo-node replicas`
 main.py: the list of commands
-model_choice.py: the model of a coding tool, checked for its context and loaded
 models.py: `exo-node models`, `show` and `recommend`
 output.py: tables, answers and notes on the terminal
 plan.py: `exo-node plan`

@@ -171,7 +171,7 @@ def check(
 
     Nothing is loaded. Exit status 1, with the file and the remedy, where it would not load.
     """
-    from ..store.checking import check as check_folder
+    from ..store.listing import check as check_folder
 
     _, library, view = this_machine(data_dir, models_dir)
     checkpoint = check_folder(library, library.folder(model), view)

@@ -5,8 +5,7 @@ asker.py: the new node's side of a join
 calls.py: which join ports a new node calls and asks; pure
 duplicates.py: two processes with one node id, from a copied data folder
 handshake.py: which node asks which, and the 20 rounds that prove the digits; pure
-joining.py: the parts of joining, put together
-notice.py: what a person reads about joining on the terminal
+joining.py: the parts of joining, put together; what a person reads on the terminal
 operations.py: a person's decisions: approve, deny, leave, change the key
 port.py: the join port
 rekey.py: a new cluster key for the nodes that stay

@@ -1,6 +1,5 @@
 """Models on this node's disk: where each is, how it arrives, and what peers may copy of it.
 
-checking.py: a checkpoint's pre-flight
 copy_folder.py: the folder of a copy from a peer, whole or partial
 fetching.py: gets a stage's model from this disk, from peers or from the hub
 gguf_places.py: GGUF files on this disk, Ollama's and LM Studio's too, to be imported
@@ -11,7 +10,7 @@ hub_download.py: downloads from the Hugging Face hub into its cache
 hub_search.py: searches the hub: sizes and config.json of what it finds
 identifiers.py: names, commits and hashes from outside, checked before they are parts of paths
 library.py: models by id, with their cards
-listing.py: models as lists show them
+listing.py: models as lists show them; a checkpoint's pre-flight
 model_folder.py: one model's folder: its origin, the files that count, its changes
 peer_copy.py: one model's files on their way from one peer
 places.py: where models are on this disk

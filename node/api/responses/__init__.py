@@ -1,6 +1,5 @@
 """OpenAI's Responses, and those that are stored or answered in the background.
 
-response_call.py: one call among the items of a response
 response_renderer.py: the items, events and states of a response
 response_run.py: an answer that is stored, runs without its client, and has any number of readers
 response_runs.py: all of these, and their readers

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from joiners import party
 
-from exo_node.node.join.notice import JoinNotice, notice
+from exo_node.node.join.joining import JoinNotice, notice
 
 MINI = replace(party("a"), name="mini")
 STUDIO = replace(party("b"), name="studio")
