@@ -153,6 +153,10 @@ class Cluster:
         """Whether the other node is neither suspect nor dead; it may be about to leave."""
         return node in self._cluster_state.membership.alive()
 
+    def knows(self, node: NodeId) -> bool:
+        """Whether the other node is remembered, be it dead or live."""
+        return node in self._members
+
     def leads(self, node: NodeId) -> bool:
         """Whether that node is live and its last heartbeat claims that it is the head."""
         member = self._members.get(node)

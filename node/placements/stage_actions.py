@@ -99,18 +99,23 @@ class StageActions:
     def note_broken(
         self, placement: PlacementId, epoch: Epoch, why: str, lost_stages: Iterable[int] = ()
     ) -> None:
-        """An answer of that epoch was lost. `lost_stages` did not answer it."""
+        """An answer of that epoch was lost. `lost_stages` did not answer it.
+
+        Reports of several answers come one after the other: a runner that has taken the place of a
+        lost one meanwhile was in none of them.
+        """
         record = self._records.get(placement)
         if record is None or record.placement is None or epoch != record.epoch:
             return
-        owners = record.owners
-        silent = [owners[stage] for stage in lost_stages if stage in owners]
-        for runner in silent:
-            self._observations.silence(runner, why)
-        if silent:
+        members = {stage: each for stage, each in record.owners.items() if each.epoch == epoch}
+        lost = list(lost_stages)
+        for stage in lost:
+            if stage in members:
+                self._observations.silence(members[stage], why)
+        if lost:
             self._changed()
         else:
-            self.probe(list(owners.values()), why, broken=epoch)
+            self.probe(list(members.values()), why, broken=epoch)
 
     def note_ended(self, node: NodeId, placement: str, stage: int, why: str) -> None:
         """The runner of a stage on that node ended."""

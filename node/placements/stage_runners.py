@@ -155,7 +155,15 @@ class ClusterStages(RunnerClient):
 
     async def ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:
         """A runner that is late but computes answers with an empty state; one of another machine,
-        which a broken link may keep from answering, for `stall_s` at most. Raises PeerLost."""
+        which a broken link may keep from answering, for `stall_s` at most. Raises PeerLost, and at
+        once where the cluster has lost the node."""
+        ping = self._ping(stage, placement, number)
+        if not self._cluster.knows(stage.node):
+            return await ping
+        why = f"node {stage.node}, which had stage {number}, was lost"
+        return await unless(self._cluster.until_gone(stage.node), ping, lambda: PeerLost(why))
+
+    async def _ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:
         way = self._cluster.exchange_s(stage.node)
         timeout = max(self._ping_s, PING_EXCHANGES * way)
         key = (stage.node, placement, number)

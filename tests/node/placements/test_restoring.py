@@ -321,6 +321,31 @@ def test_an_old_heartbeat_brings_no_ended_runner_back() -> None:
     play_story(story)
 
 
+@pytest.mark.parametrize("lost_stages", [[1], []])
+@pytest.mark.parametrize("wait_s", [0.5, 1.0, 1.9])
+def test_late_reports_of_a_loss_leave_the_runner_that_replaces_it_alone(
+    lost_stages: list[int], wait_s: float
+) -> None:
+    """Each answer of a placement reports, the last one perhaps when the next runner loads."""
+
+    async def story(world: World) -> None:
+        record = await world.leader().place(DEMO, THREE)
+        epoch, lost = record.epoch, record.stages[1].node
+        await world.kill(lost)
+        await world.until(lambda: bool(record.restoring_step(str)))
+        await asyncio.sleep(wait_s)
+        [loading] = [runner for runner in record.owners.values() if runner.state == "loading"]
+        for _ in range(3):
+            world.leader().actions.note_broken(record.id, epoch, "stage 1 is gone", lost_stages)
+            await asyncio.sleep(0.01)
+        await world.until(lambda: record.status == "ready")
+        assert record.owners[1].key == loading.key
+        assert record.owners[1].since == loading.since
+        assert len(events(world, "stage_lost")) == 1
+
+    play_story(story)
+
+
 def test_the_kernels_of_a_placement_follow_its_stages() -> None:
     async def story(world: World) -> None:
         record = await world.leader().place(DEMO, THREE)

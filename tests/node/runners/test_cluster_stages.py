@@ -26,6 +26,13 @@ class HeartbeatTimes:
     seconds: dict[NodeId, float]
     local: "Local"
     self_id: NodeId = HERE
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def knows(self, node: NodeId) -> bool:
+        return node == THERE
+
+    async def until_gone(self, _node: NodeId) -> None:
+        _ = await self.lost.wait()
 
     def exchange_s(self, node: NodeId) -> float:
         return self.seconds.get(node, 0.0)
@@ -129,6 +136,28 @@ def test_other_runners_that_do_not_answer_are_lost(
 ) -> None:
     with pytest.raises(PeerLost):
         _ = pinged(node, 0.0, Local(cpu_s), Runners(fault=fault))
+
+
+@pytest.mark.parametrize("node", [HERE, THERE])
+async def test_a_ping_waits_no_longer_for_a_runner_once_the_cluster_has_lost_its_node(
+    node: NodeId,
+) -> None:
+    answers, runners = asyncio.Event(), Runners()
+    each = stages(0.0, Local([1.0, 2.0]), runners)
+
+    async def read_state(*_parts: object) -> pb.RunnerState:
+        _ = await answers.wait()
+        return pb.RunnerState()
+
+    each.read_state = cast(Any, read_state)
+    ping = asyncio.ensure_future(each.ping(*of(node)))
+    cast(Any, each)._cluster.lost.set()
+    if node == HERE:
+        answers.set()
+        assert await ping == pb.RunnerState()
+    else:
+        with pytest.raises(PeerLost, match="was lost"):
+            _ = await ping
 
 
 @pytest.mark.parametrize(
