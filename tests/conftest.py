@@ -150,6 +150,7 @@ SLOW_FILES = {
         "shard/engine/test_measuring",
         "shard/engine/test_engine_faults",
         "shard/text/test_prompt_encoder",
+        "shard/text/test_picture_helper",
         "shard/text/test_published_templates",
         "shard/text/test_published_tokenizers",
         "shard/model/test_model_classes",

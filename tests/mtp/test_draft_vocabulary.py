@@ -64,8 +64,8 @@ def test_the_rows_take_no_memory_of_their_own() -> None:
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(), Sampling(temperature=0.8, seed=5), Sampling(temperature=0.8, seed=5, top_k=20)],
-    ids=["greedy", "seeded", "seeded top_k"],
+    [Sampling(), Sampling(temperature=0.8, seed=5, top_k=20)],
+    ids=["greedy", "seeded top_k"],
 )
 def test_answers_do_not_change_and_ids_beyond_are_never_drafted(sampling: Sampling) -> None:
     engine = small_engine(draft_vocabulary=3000)

@@ -89,19 +89,6 @@ def test_every_dialect_ends_the_answer_as_cut_and_gives_the_reason(served: Node)
     assert looped(served) == before + 4
 
 
-def test_a_stream_ends_at_the_same_token_with_any_number_of_drafts(served: Node) -> None:
-    ids = chat(served, tools=TOOLS)["choices"][0]["token_ids"]
-    for k in (0, 3):
-        fields = {"model": "circles", "tools": TOOLS, "max_tokens": MANY, "num_draft_tokens": k}
-        with served.stream("Who are you?", return_token_ids=True, **fields) as events:
-            *chunks, last, end_marker = list(events)
-        assert end_marker == "[DONE]"
-        choices = [choice for chunk in (*chunks, last) for choice in chunk["choices"]]
-        assert [t for choice in choices for t in choice["token_ids"]] == ids
-        assert choices[-1]["finish_reason"] == "length"
-        assert last["generation_stats"]["loop_reason"]
-
-
 def test_a_request_a_grammar_and_the_nodes_setting_let_it_continue(
     served: Node, models: Path, tmp_path: Path
 ) -> None:

@@ -44,34 +44,6 @@ def test_a_fresh_node_answers_at_once_with_native_mtp_and_ends_cleanly(tmp_path:
         assert "Traceback" not in running.log.read_text()
 
 
-@pytest.mark.parametrize(
-    ("row", "k"),
-    [(row, k) for k, row in enumerate(ORACLE[:4])],
-    ids=[f"{row['prompt']} {k}" for k, row in enumerate(ORACLE[:4])],
-)
-def test_answers_over_http_are_the_oracles(demo: Node, row: dict[str, Any], k: int) -> None:
-    budget = len(row["greedy_ids"]) + k
-    body = demo.chat(row["prompt"], num_draft_tokens=k, max_tokens=budget, return_token_ids=True)
-    choice, stats, usage = body["choices"][0], body["generation_stats"], body["usage"]
-    assert choice["token_ids"] == row["greedy_ids"]
-    assert body["prompt_token_ids"] == row["prompt_ids"]
-    assert choice["message"]["content"] == row["text"]
-    assert choice["finish_reason"] == "stop"
-    assert usage["completion_tokens"] == len(row["greedy_ids"])
-    assert usage["prompt_tokens"] == len(row["prompt_ids"])
-    if k:
-        counts = row["K"][str(k)]
-        assert stats["drafter_kind"] == "native_mtp"
-        assert stats["spec_decode_rounds"] == counts["rounds"]
-        assert stats["proposed_draft_tokens"] == counts["drafted"]
-        assert stats["accepted_draft_tokens"] == counts["accepted"]
-        accepted = usage["completion_tokens_details"]["accepted_prediction_tokens"]
-        assert accepted == counts["accepted"]
-    else:
-        assert stats["drafter_kind"] == "none"
-        assert "num_draft_tokens" in stats["drafting_reason"]
-
-
 def test_a_stream_carries_the_same_tokens_and_ends_with_its_stats(demo: Node) -> None:
     with demo.stream("Tell me a story.", return_token_ids=True) as events:
         *chunks, end_marker = list(events)

@@ -195,15 +195,6 @@ def test_it_has_every_wheel_with_its_sum_and_the_system_it_is_for(
     assert {"install", "post_install"} <= set(said["methods"]) and said["service"] and said["test"]
 
 
-def test_wheels_that_all_systems_share_stand_once(
-    index: Index, product: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for requirement in (ANYIO, METAL):
-        _ = index.add(requirement, "cp313-cp313-macosx_11_0_universal2")
-    text = formula_of(product, reports(index, product, monkeypatch))
-    assert text.count("resource ") == 2 and " do\n    resource" not in text
-
-
 def test_what_pip_cannot_find_ends_the_script_with_no_formula(index: Index, product: Path) -> None:
     _ = index.add(ANYIO, "py3-none-any")
     arguments = ["--wheel", product, "--url", f"{PAGE}/{product.name}", "--homepage", PAGE]
@@ -224,6 +215,12 @@ def entry(name: str = "anyio", version: str = PINS["anyio"], **download: Any) ->
         "archive_info": {"hashes": {"sha256": "0" * 64}},
     }
     return {"metadata": {"name": name, "version": version}, "download_info": {**info, **download}}
+
+
+def test_wheels_that_all_systems_share_stand_once(product: Path) -> None:
+    shared = [entry(), entry(name="mlx-metal", version=PINS["mlx-metal"])]
+    text = formula_of(product, {each: {"install": shared} for each in SYSTEMS})
+    assert text.count("resource ") == 2 and " do\n    resource" not in text
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,7 @@ def run(before: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("mtp",),
         ("mtp", "demo", "--k", "1,2", "--output", "out"),
-        ("mtp", "--help"),
         ("serve", "-h"),
         ("serve", "--server", "a=http://127.0.0.1:1", "--concurrency=1,4", "--nonsense"),
     ],

@@ -134,7 +134,7 @@ def test_a_lie_in_a_field_ends_the_download_with_one_sentence(
     hub: FakeHub, tmp_path: Path, field: str
 ) -> None:
     install, lie = FIELDS[field]
-    for number, value in enumerate(ODD):
+    for number, value in enumerate(ODD if field == "commit" else ODD[::2]):
         install(hub, lie, value)
         (home := tmp_path / str(number)).mkdir()
         outcome = attack(hub, home)
@@ -174,8 +174,13 @@ def test_names_of_further_files_lead_nowhere(hub: FakeHub, tmp_path: Path) -> No
         assert outcome == "done" or "wrong form" in outcome or "answered 404" in outcome, value
 
 
-@pytest.mark.parametrize("value", [*PATHS, "f" * 40, "ssh-ed25519 AAAA attacker", ""])
-@pytest.mark.parametrize("status", [200, 302, 404])
+@pytest.mark.parametrize(
+    ("status", "value"),
+    [
+        *((200, value) for value in (*PATHS, "f" * 40, "ssh-ed25519 AAAA attacker", "")),
+        *((status, PATHS[0]) for status in (302, 404)),
+    ],
+)
 def test_a_file_of_another_commit_ends_the_download(
     hub: FakeHub, tmp_path: Path, victim: Path, value: str, status: int
 ) -> None:

@@ -59,22 +59,28 @@ def peak_of(engine: TextEngine, prompt: Sequence[int]) -> int:
     return mx.get_peak_memory() - before
 
 
-def test_a_prompts_peak_is_its_caches_and_at_most_one_and_a_half_chunks(loaded: Loaded) -> None:
+@pytest.fixture(scope="module")
+def limits(loaded: Loaded) -> tuple[int, int]:
+    """Bytes of a chunk alone, and of caches that hold the whole prompt."""
+    return chunk_alone(loaded), sum(array.nbytes for array in cache_arrays(_read(loaded)))
+
+
+def test_a_prompts_peak_is_its_caches_and_at_most_one_and_a_half_chunks(
+    loaded: Loaded, limits: tuple[int, int]
+) -> None:
     engine = engine_of(loaded, whole())
     _ = peak_of(engine, IDS[:CHUNK])  # what is made once
-    alone = chunk_alone(loaded)
-    caches = sum(array.nbytes for array in cache_arrays(_read(loaded)))
+    alone, caches = limits
     assert peak_of(engine, IDS) <= caches + 1.5 * alone
     assert alone > 4 * CHUNK * ROWS * 4 / 2, "else nothing of a chunk was measured"
 
 
 def test_a_prompt_whose_chunks_are_not_computed_one_by_one_would_show(
-    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+    loaded: Loaded, limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A seeded fault: all chunks are left to the first token."""
     engine = engine_of(loaded, whole())
-    alone = chunk_alone(loaded)
-    caches = sum(array.nbytes for array in cache_arrays(_read(loaded)))
+    alone, caches = limits
     for module in ("prefill_forward", "executor"):
         monkeypatch.setattr(f"exo_node.shard.engine.{module}.mx", _Lazy())
     assert peak_of(engine, IDS) > caches + 1.5 * alone
@@ -93,7 +99,6 @@ class _Lazy:
 
 
 def _read(loaded: Loaded) -> list[Any]:
-    """Caches that hold the whole prompt."""
     caches = loaded.model.make_caches()
     for start in range(0, ROWS, CHUNK):
         ids = mx.array([IDS[start : start + CHUNK]])

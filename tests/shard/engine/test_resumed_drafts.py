@@ -54,8 +54,9 @@ def parameters(prompt: Sequence[int], **changes: Any) -> Parameters:
     return request(prompt, 2, TOKENS, ignore_eos=True, top_logprobs=0, **changes)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.6])
-@pytest.mark.parametrize(("rows", "at_times"), [(0, True), (4, False), (4, True)])
+@pytest.mark.parametrize(
+    ("rows", "share", "at_times"), [(0, 0.6, True), (4, 0.0, False), (4, 0.6, True)]
+)
 def test_it_drafts_as_before_in_strict_mode_and_at_times(
     rows: int, share: float, *, at_times: bool
 ) -> None:

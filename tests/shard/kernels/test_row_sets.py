@@ -122,8 +122,9 @@ KINDS = ("affine 4", "mxfp4 4", "bfloat16", "float32")
 
 @pytest.mark.usefixtures("few_values", "chip")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("with_rows", [True, False], ids=["grouped", "as it is"])
+@pytest.mark.parametrize(
+    ("bias", "with_rows"), [(True, True), (False, False)], ids=["grouped", "as it is"]
+)
 def test_a_row_has_its_bits_in_every_block(kind: str, *, bias: bool, with_rows: bool) -> None:
     """With groups in each block and batch, strided ones too; without them in few or none."""
     layer: Any = linear(256, 96, kind, bias=bias)

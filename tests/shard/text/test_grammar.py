@@ -330,10 +330,10 @@ def test_the_spaces_within_a_document_have_an_end(spaces: str, may: bool) -> Non
     assert (not behind(grammar, ids("{" + spaces)).failed) == may
 
 
-def test_any_way_through_two_hundred_random_schemas_is_a_valid_document() -> None:
+def test_any_way_through_a_hundred_random_schemas_is_a_valid_document() -> None:
     """Whatever a model prefers: each token is drawn from all that may follow."""
     chance = random.Random(0)
-    for seed in range(200):
+    for seed in range(100):
         schema = random_schema(seed)
         grammar = compiled(GrammarSpec("json_schema", json.dumps(schema), "f"))
         answer: list[int] = []

@@ -1,6 +1,5 @@
 """Image files from clients: what is read of them, and what is refused."""
 
-import asyncio
 import json
 import shutil
 from dataclasses import replace
@@ -14,7 +13,6 @@ from image_files import (
     REFUSED,
     grey,
     half_white,
-    many_scans,
     rotated,
     rough,
     saved,
@@ -24,13 +22,10 @@ from pictures import DENSE, GEMMA, MISTRAL
 from PIL import Image
 
 from exo_node.placement.errors import InvalidCheckpoint, InvalidRequest
-from exo_node.shard.text.grammars.grammars import GrammarSpec
-from exo_node.shard.text.helper_process import HelperLimits
 from exo_node.shard.text.image_rows import PreparedImage, require_rows, with_image_rows
 from exo_node.shard.text.messages import joined_contents
 from exo_node.shard.text.pictures import PictureProcessor, header_of, image_of
 from exo_node.shard.text.plain_calls import without_tool_roles
-from exo_node.shard.text.prompt_encoder import PromptEncoder
 from exo_node.shard.text.turns import fold_system_messages
 
 
@@ -148,60 +143,6 @@ def test_placeholders_become_rows() -> None:
             require_rows(prompt, wrong)
     with pytest.raises(InvalidRequest, match="places for 0 of 1 images"):
         _ = with_image_rows([5, 6], 9, [image])
-
-
-async def test_the_helper_decodes_within_limits(processor: PictureProcessor) -> None:
-    prompts = PromptEncoder(HelperLimits(image_cpu_s=0.4))
-    prompts.open(DENSE)
-    try:
-        file = saved(scene())
-        images = [each async for each in prompts.images([(file, "f"), (file, "f")])]
-        assert images == [processor.prepare(file)] * 2
-        with pytest.raises(InvalidRequest, match="more time or memory") as refused:
-            _ = await anext(prompts.images([(many_scans(50), "f")]))
-        assert refused.value.param == "f"
-        with pytest.raises(InvalidRequest, match="none of PNG") as refused:
-            _ = await anext(prompts.images([(b"x", "images[0]")]))
-        assert refused.value.param == "images[0]"
-    finally:
-        await prompts.close()
-
-
-async def test_all_images_of_a_request_have_a_budget_of_time() -> None:
-    prompts = PromptEncoder(HelperLimits(images_cpu_s=1e-6))
-    prompts.open(DENSE)
-    try:
-        images = prompts.images([(saved(scene()), "first"), (saved(scene()), "second")])
-        _ = await anext(images)
-        with pytest.raises(InvalidRequest, match="as much as those of a request may") as late:
-            _ = await anext(images)
-        assert late.value.param == "second"
-    finally:
-        await prompts.close()
-
-
-def test_clients_take_turns_with_their_images_and_grammars_do_not_wait_for_them() -> None:
-    ended = list[str]()
-
-    async def read(prompts: PromptEncoder, client: str) -> None:
-        _ = await anext(prompts.images([(saved(scene()), "f")], client.encode()))
-        ended.append(client)
-
-    async def run() -> None:
-        prompts = PromptEncoder()
-        prompts.open(DENSE)
-        try:
-            async with asyncio.TaskGroup() as group:
-                for client in ("many", "many", "many", "many", "few"):
-                    _ = group.create_task(read(prompts, client))
-            (pictures,) = prompts.pids
-            await prompts.check(GrammarSpec("regex", "a", "f"))
-            assert len(prompts.pids) == 2 and pictures in prompts.pids
-        finally:
-            await prompts.close()
-
-    asyncio.run(run())
-    assert ended.index("few") <= 1
 
 
 IMAGE_PART = {"type": "image"}
