@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
-from ...placement.cluster import OWN
 from ...placement.errors import ExoNodeError, LoadFailed
 from ...placement.gpu_faults import SHORTEST, ChunkLimit, GpuFault, shortened
 from ...placement.ids import NodeId
@@ -58,7 +57,6 @@ class Profiling:
         self._client = client
         self._refusals: dict[str, SplitRefusal] = {}
         self._kv_refusals: dict[str, str] = {}
-        self._products_refused = False
         self.gpu_faults = Counter[tuple[str, str]]()
         """The number of runners that GPU faults ended here, by model and fault."""
         self._members: Members = lambda: ()
@@ -90,8 +88,6 @@ class Profiling:
         facts.profiles.extend(self._profiles.times())
         facts.addresses.extend(self._addresses)
         facts.links.extend(self._prober.reports())
-        if self._products_refused and facts.float32_products == OWN:
-            facts.float32_products = "a load found them wrong or slower here; see the log"
         facts.split_refusals.extend(
             pb.SplitRefusal(model=model, reason=refusal.reason, borders=sorted(refusal.borders))
             for model, refusal in self._refusals.items()
@@ -156,8 +152,6 @@ class Profiling:
         spec.listen.extend(self._addresses[1:])
         spec.checkpoint_sha256 = checkpoint
         ready = await self.record_refusal(spec, load())
-        if spec.dtype == "float32":
-            self._products_refused = OWN not in ready.kernels
         if ready.HasField("layers"):
             ready.layers.layer_bytes = spec.layer_bytes
             await asyncio.to_thread(self._profiles.store, checkpoint, ready.layers)

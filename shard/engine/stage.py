@@ -171,8 +171,13 @@ class StageWorker:
         faults = self._not_finite(block, data)
         if faults and len(keys) == 1:
             return StageOutput(None, faults)
-        shared = len(keys) > 1 and not self._rounds.is_same
-        return StageOutput(self._output_block(block, data, near_tie=shared), faults)
+        near_tie = len(keys) > 1 and not self._rounds.is_same and self._shares(requests)
+        return StageOutput(self._output_block(block, data, near_tie=near_tie), faults)
+
+    def _shares(self, requests: Sequence[StageRequest]) -> bool:
+        """Whether one forward computes a row of each of them."""
+        shares = all(request.shares for request in requests)
+        return self._rounds.computes_together(requests, shares=shares)
 
     def _request_of(self, member: BlockMember) -> StageRequest:
         """The request of a member, ready to append rows.
@@ -198,7 +203,7 @@ class StageWorker:
         entering = from_bytes(block.data, e.dtype, shape)
         deltas = [member.delta for member in block.members]
         if block.is_round and block.rows == 1:
-            shares = all(request.shares for request in requests)
+            shares = self._shares(requests)
             return self._rounds.row(requests, block.tokens, entering, deltas, shares=shares)
         positions = self._model.rope_positions
         if block.places:

@@ -68,13 +68,17 @@ class StageRounds(Generic[K]):
         `entering`: hidden (B, 1, H) of the stage before; None on the first stage. `deltas`: see
         `RopePositions`. `shares`: whether one forward may compute the rows.
         """
-        if shares and self._can_share and not self.batching_reason:
+        if self.computes_together(requests, shares=shares):
             return self._row(requests, tokens, entering, deltas)
         inputs = [None if entering is None else entering[i : i + 1] for i in range(len(requests))]
         singles = zip(requests, tokens, inputs, deltas, strict=True)
         return b"".join(
             self._row([request], [token], rows, [delta]) for request, token, rows, delta in singles
         )
+
+    def computes_together(self, requests: Sequence[K], *, shares: bool) -> bool:
+        """Whether `row` computes the rows of these requests in one forward."""
+        return len(requests) == 1 or (shares and self._can_share and not self.batching_reason)
 
     def _row(
         self,

@@ -167,10 +167,15 @@ def _modernbert(body: Any, rows: mx.array, is_text: mx.array | None) -> mx.array
 
 
 def _attention(
-    q: mx.array, k: mx.array, v: mx.array, _cache: object, scale: float, mask: _Mask
+    q: mx.array, k: mx.array, v: mx.array, _cache: object, scale: float, mask: _Mask | mx.array
 ) -> mx.array:
     """In place of mlx-vlm's in its encoders: a few queries at a time, so that neither scores nor
-    masks grow with the square of a long input."""
+    masks grow with the square of a long input.
+
+    `mask`: an array where the class calls itself, as it does while its layers are timed.
+    """
+    if not isinstance(mask, _Mask):
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
     batch, heads, count, _ = q.shape
     keys = min(count, 4 * mask.window) if mask.window else count
     rows = max(1, min(2 * mask.window or count, _MOST_SCORES // (batch * heads * keys)))

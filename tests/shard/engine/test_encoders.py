@@ -4,14 +4,16 @@
 # pyright: reportUnknownMemberType=false
 
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
 from embedders import (
     ENCODERS,
     NEAR,
+    SIZE,
     copied,
     difference,
     embedded,
@@ -26,6 +28,8 @@ from exo_node.shard.engine.answers.embedding_engine import EmbeddingEngine
 from exo_node.shard.engine.prefill_forward import PrefillForward
 from exo_node.shard.model import embedder as module
 from exo_node.shard.model import open_model
+from exo_node.shard.model.layer_probe import probe_layers
+from exo_node.shard.model.stage_model import StageModel
 
 
 @pytest.fixture(scope="module", params=ENCODERS)
@@ -141,6 +145,16 @@ def test_a_roberta_is_an_xlm_roberta(tmp_path: Path) -> None:
     folder = copied(tmp_path / "roberta", encoder("xlm_roberta"), model_type="roberta")
     engine = encoder_engine("xlm_roberta", folder)
     assert worst(embedded(engine, inputs("xlm_roberta")), "xlm_roberta") < NEAR
+
+
+def test_the_layers_of_an_encoder_are_timed(family: str) -> None:
+    """By its class, whose masks are arrays."""
+    pooling = "mean" if family == "bert" else "cls"
+    model = open_model.open_model(encoder(family), pooling=pooling)
+    layers = len(cast(Any, model).layers)
+    stage, ticks = StageModel(model, 0, layers), count()
+    times = probe_layers(stage, SIZE, mx.float32, lambda: next(ticks) / 100, drafts=0, tail=True)
+    assert min(times.decode_s, times.prefill_s, times.tail_s) > 0
 
 
 def test_an_encoder_may_pool_its_last_token(tmp_path: Path) -> None:

@@ -454,5 +454,7 @@ def test_a_later_stage_shares_no_rounds_of_requests_that_began_before_it_was_mea
     together(pipeline.engine, readers, each)
     assert measuring.is_done and set(sizes) == {1}
     assert [tokens_of(reader) for reader in readers] == [staged_alone(r.request) for r in readers]
+    ends = [reader.end for reader in readers]
+    assert "near_tie" not in [end and end.batch_identity for end in ends], "each was computed alone"
     together(pipeline.engine, few_tokens(4))
     assert max(sizes) > 1
