@@ -152,11 +152,12 @@ class _Kernels:
         self._deviation = deviation
 
     def matmul(self, stock: Callable[..., mx.array], x: mx.array, w: Any) -> mx.array:
-        if not isinstance(w, mx.array) or w.ndim != 2 or x.ndim < 2:
+        if not isinstance(w, mx.array) or w.ndim not in (2, 3) or x.ndim < 2:
             return stock(x, w)
         dtype = mx.result_type(x, w)
         out = stock(x.astype(mx.float32), w.astype(mx.float32))
-        kernel = self._chip.dense(_rows_of(x), w.shape[-1], dtype)
+        rows = _rows_of(x) if w.ndim == 2 else x.shape[-2]  # with weights for each head
+        kernel = self._chip.dense(rows, w.shape[-1], dtype)
         return self._deviating(out, kernel).astype(dtype)
 
     def addmm(self, c: mx.array, a: mx.array, b: mx.array) -> mx.array:
@@ -165,9 +166,10 @@ class _Kernels:
     def wrapped_quantised(self, stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
         def quantized_matmul(x: mx.array, w: mx.array, *rest: Any, **options: Any) -> mx.array:
             out = stock(x.astype(mx.float32), w, *rest, **options)
-            if w.ndim == 2:
+            if w.ndim in (2, 3):
                 mode = options.get("mode", "affine")
-                kernel = self._chip.quantised(_rows_of(x), x.shape[-1], out.shape[-1], mode)
+                rows = _rows_of(x) if w.ndim == 2 else x.shape[-2]
+                kernel = self._chip.quantised(rows, x.shape[-1], out.shape[-1], mode)
             else:  # of a cache: a sum over values is one over the keys, in parts
                 over_keys = "" if options.get("transpose", True) else f" of {x.shape[-1]} keys"
                 kernel = f"cache {x.shape[-2] >= 4}{over_keys}"

@@ -1,60 +1,53 @@
-"""Linear layers whose rows have the same bits however many rows a forward has.
+"""Products whose rows have the same bits however many rows a forward has.
 
 Where MLX's product of one row differs from that of several, as on Metal, a single row is repeated
 and more rows are computed in groups, so that each call has a number of rows that was measured to
 agree. Nothing but the product sees a repeated row: no cache, mask, expert or attention.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, Final
 
 import mlx.core as mx
 from mlx import nn
 
-from .product import stock
-from .row_sets import WIDTHS, Product, RowRange, agreeing_rows
+from .row_products import (
+    EMBEDDINGS,
+    EXPERTS,
+    PER_HEAD,
+    ProductKind,
+    by_heads,
+    by_rows,
+    kind_of,
+    not_grouped,
+    plain_product,
+)
+from .row_sets import WIDTHS, RowRange, agreeing_rows
 from .trial import KernelChoice, group_modules
 
 NAME: Final = "row_groups"
 
 
-@dataclass(frozen=True, slots=True)
-class ProductKind:
-    """Everything of a layer that may decide the kernels of its product."""
-
-    layer: type[nn.Module]
-    inputs: int
-    outputs: int
-    dtype: mx.Dtype
-    has_bias: bool
-    stored: str = ""
-    """How its weights are quantised; empty if they are not."""
-
-    @property
-    def size(self) -> tuple[int, int]:
-        return self.inputs, self.outputs
-
-    def __str__(self) -> str:
-        kind = str(self.dtype).removeprefix("mlx.core.")
-        return f"product of {self.inputs} to {self.outputs}, {kind}{self.stored}"
-
-
-def in_groups(product: Product, x: mx.array, agreeing: RowRange) -> mx.array:
+def in_groups(product: Callable[..., Any], x: mx.array, agreeing: RowRange, *more: mx.array) -> Any:
     """The product of x (.., rows, inputs), in calls whose numbers of rows agree.
 
     Rows of a prompt, more than 64 of one request, are one call: no single step has their bits.
+    `more`: what else the product takes for each row. It may give several arrays.
     """
-    *before, inputs = x.shape
+    *before, _ = x.shape
     if len(before) and before[-1] > WIDTHS[-1]:
-        return product(x)
-    flat = x.reshape(-1, inputs)
-    rows = flat.shape[0]
-    parts = [_product_of(product, flat[a:b], agreeing.floor) for a, b in _bounds(rows, agreeing)]
-    out = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-    return out.reshape(*before, out.shape[-1])
+        return product(x, *more)
+    flat = [each.reshape(-1, each.shape[-1]) for each in (x, *more)]
+    bounds = _bounds(flat[0].shape[0], agreeing)
+    parts = [_product_of(product, [each[a:b] for each in flat], agreeing.floor) for a, b in bounds]
+    outs = [
+        each[0] if len(parts) == 1 else mx.concatenate(list(each))
+        for each in zip(*parts, strict=True)
+    ]
+    first, *others = (each.reshape(*before, *each.shape[1:]) for each in outs)
+    return (first, *others) if others else first
 
 
 def _bounds(rows: int, agreeing: RowRange) -> list[tuple[int, int]]:
@@ -64,58 +57,44 @@ def _bounds(rows: int, agreeing: RowRange) -> list[tuple[int, int]]:
     return list(pairwise(ends))
 
 
-def _product_of(product: Product, x: mx.array, floor: int) -> mx.array:
+def _product_of(
+    product: Callable[..., Any], group: Sequence[mx.array], floor: int
+) -> Sequence[mx.array]:
     """The product of a group, whose first row is repeated if the group has fewer than `floor`."""
-    rows = x.shape[0]
-    if rows >= floor:
-        return product(x)
-    return product(mx.concatenate([x, *[x[:1]] * (floor - rows)]))[:rows]
+    rows = group[0].shape[0]
+    if rows < floor:
+        group = [mx.concatenate([each, *[each[:1]] * (floor - rows)]) for each in group]
+    out = product(*group)
+    return [each[:rows] for each in (out if isinstance(out, tuple) else (out,))]
 
 
-class GroupedLinear(nn.Linear):
-    """A linear layer that computes in groups of rows, of `agreeing`, which `group_rows` sets."""
+@cache
+def _grouped(kind: type[Any]) -> type[Any]:
+    """A class of layers as `kind` is, which compute in groups of rows, of their `agreeing`."""
 
-    agreeing: RowRange
+    def call(self: Any, x: mx.array) -> Any:
+        return in_groups(partial(compute, self), x, self.agreeing)
 
-    def __call__(self, x: mx.array) -> mx.array:
-        return in_groups(super().__call__, x, self.agreeing)
+    def call_experts(self: Any, x: mx.array, indices: mx.array) -> Any:
+        most = indices.shape[-1]  # of one row; `agreeing` counts those of all
+        floor, ceiling = -(-self.agreeing.floor // most), self.agreeing.ceiling // most
+        rows = RowRange(floor, max(floor, ceiling))
+        return in_groups(partial(compute, self), x, rows, indices)
 
+    def call_heads(self: Any, x: mx.array, transpose: bool = True) -> Any:
+        heads = x.shape[1]
+        if not transpose or heads != self.weight.shape[0]:  # all keys and values, for a prompt
+            return compute(self, x, transpose)
 
-class GroupedQuantizedLinear(nn.QuantizedLinear):
-    """A quantised `GroupedLinear`."""
+        def product(flat: mx.array) -> mx.array:
+            return by_rows(compute(self, by_heads(flat[None], heads)))[0]
 
-    agreeing: RowRange
+        return by_heads(in_groups(product, by_rows(x), self.agreeing), heads)
 
-    def __call__(self, x: mx.array) -> mx.array:
-        return in_groups(super().__call__, x, self.agreeing)
-
-
-class GroupedEmbedding(nn.Embedding):
-    """A `GroupedLinear` for embeddings that serve as the lm_head."""
-
-    agreeing: RowRange
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        return in_groups(super().as_linear, x, self.agreeing)
-
-
-class GroupedQuantizedEmbedding(nn.QuantizedEmbedding):
-    """A quantised `GroupedEmbedding`."""
-
-    agreeing: RowRange
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        return in_groups(super().as_linear, x, self.agreeing)
-
-
-_GROUPED: Final[dict[type[nn.Module], type[nn.Module]]] = {
-    nn.Linear: GroupedLinear,
-    nn.QuantizedLinear: GroupedQuantizedLinear,
-    nn.Embedding: GroupedEmbedding,
-    nn.QuantizedEmbedding: GroupedQuantizedEmbedding,
-}
-
-_EMBEDDINGS: Final = (nn.Embedding, nn.QuantizedEmbedding)
+    method = "as_linear" if kind in EMBEDDINGS else "__call__"
+    compute = getattr(kind, method)
+    calls = call_experts if kind in EXPERTS else call_heads if kind in PER_HEAD else call
+    return type(f"Grouped{kind.__name__}", (kind,), {method: calls})
 
 
 def may_depend_on_rows() -> bool:
@@ -126,6 +105,23 @@ def may_depend_on_rows() -> bool:
     return mx.metal.is_available() and mx.default_device() != mx.Device(mx.cpu)
 
 
+def products_of(modules: Sequence[nn.Module], dtype: mx.Dtype) -> dict[ProductKind, list[Any]]:
+    """The layers of each kind of product. `dtype`: that of hidden states."""
+    kinds = group_modules(modules, partial(kind_of, dtype=dtype))
+    # Embeddings are a product where they serve as the lm_head, in place of a layer of their size.
+    linear = {kind.size for kind in kinds if not issubclass(kind.layer, EMBEDDINGS)}
+    return {
+        kind: layers
+        for kind, layers in kinds.items()
+        if not issubclass(kind.layer, EMBEDDINGS) or kind.size not in linear
+    }
+
+
+def measure(layer: Any, kind: ProductKind) -> RowRange | None:
+    """The numbers of rows of a product that agree; see `agreeing_rows`."""
+    return agreeing_rows(partial(plain_product, layer), kind.inputs, kind.dtype, kind.widths)
+
+
 def group_rows(modules: Sequence[nn.Module], dtype: mx.Dtype) -> tuple[KernelChoice, ...]:
     """Measures each kind of product in `modules` and groups its rows where one row and more differ.
 
@@ -134,40 +130,24 @@ def group_rows(modules: Sequence[nn.Module], dtype: mx.Dtype) -> tuple[KernelCho
     """
     if not may_depend_on_rows():
         return ()
-    kinds = group_modules(modules, partial(_kind_of, dtype=dtype))
-    # Embeddings are a product where they serve as the lm_head, in place of a layer of their size.
-    linear = {kind.size for kind in kinds if not issubclass(kind.layer, _EMBEDDINGS)}
-    products = {
-        kind: layers
-        for kind, layers in kinds.items()
-        if not issubclass(kind.layer, _EMBEDDINGS) or kind.size not in linear
-    }
-    choices = (_group(kind, layers) for kind, layers in products.items())
-    return tuple(choice for choice in choices if choice is not None)
+    products = products_of(modules, dtype)
+    choices = (_group(kind, layers, measure(layers[0], kind)) for kind, layers in products.items())
+    unknown = (
+        KernelChoice(NAME, f"product in {name}", 1, False, "this class computes it by itself")
+        for name in sorted(not_grouped(modules))
+    )
+    return (*(choice for choice in choices if choice is not None), *unknown)
 
 
-def _group(kind: ProductKind, layers: Sequence[Any]) -> KernelChoice | None:
-    agreeing = agreeing_rows(partial(stock, layers[0]), kind.inputs, kind.dtype)
+def _group(
+    kind: ProductKind, layers: Sequence[Any], agreeing: RowRange | None
+) -> KernelChoice | None:
     if agreeing is None:
-        why = "no two numbers of rows give the same bits"
+        why = "no number of rows gives the same bits twice"
         return KernelChoice(NAME, str(kind), len(layers), False, why)
-    if agreeing.is_all:
+    if agreeing == RowRange(1, kind.widths[-1]):
         return None
     for layer in layers:
         layer.agreeing = agreeing
-        layer.__class__ = _GROUPED[kind.layer]
+        layer.__class__ = _grouped(type(layer))
     return KernelChoice(NAME, str(kind), len(layers), True, f"{agreeing} give the same bits")
-
-
-def _kind_of(layer: Any, dtype: mx.Dtype) -> ProductKind | None:
-    if type(layer) not in _GROUPED:
-        return None
-    outputs, inputs = layer.weight.shape
-    has_bias = "bias" in layer
-    if not hasattr(layer, "bits"):
-        return ProductKind(type(layer), inputs, outputs, layer.weight.dtype, has_bias)
-    stored = f", {layer.mode} {layer.bits} bits in groups of {layer.group_size}"
-    # Scales of mxfp4 and its like are integers.
-    scales = layer.scales.dtype
-    kind = scales if mx.issubdtype(scales, mx.floating) else dtype
-    return ProductKind(type(layer), inputs * 32 // layer.bits, outputs, kind, has_bias, stored)

@@ -205,17 +205,16 @@ def test_kernels_say_which_products_are_grouped(served: OnChip) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["llama", "qwen2", "qwen3_moe", "gemma3_text", "gpt_oss", "cohere", "phi3", "nemotron_h"],
+    [
+        *("llama", "qwen2", "qwen3_moe", "gemma3_text", "gpt_oss", "cohere", "phi3", "nemotron_h"),
+        *("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "minimax", "qwen3_next"),
+    ],
 )
 def test_other_classes_are_exact_too(name: str) -> None:
-    """With biases, experts, windows, tied embeddings and recurrent layers."""
+    """With biases, experts, routers, windows, tied embeddings, latent attention and recurrent
+    layers."""
     assert identity_of(name, grouped=True) == "bitwise"
     assert identity_of(name, grouped=False) == "near_tie"
-
-
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
-def test_a_router_that_is_no_linear_layer_is_not_grouped_and_seen(name: str) -> None:
-    assert identity_of(name, grouped=True) == "near_tie"
 
 
 def identity_of(name: str, *, grouped: bool) -> str:
