@@ -197,6 +197,7 @@ SLOW_FILES = {
     ),
     "kernels": (
         "shard/kernels/test_metal_rows",
+        "shard/kernels/test_row_products",
         "shard/kernels/test_installed_texts",
         "shard/kernels/test_kernel_texts",
         "shard/kernels/test_attention_texts",

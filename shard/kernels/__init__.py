@@ -18,7 +18,8 @@ kernel_choice.py: chooses the CUDA kernel of each layer
 layers.py: decoder layers that are traced once for each number of rows
 product.py: products of a few rows with dense weights and those of 4 and 8 bits
 row_attention.py: attention of a few rows in kernels of our own
-row_groups.py: linear layers that compute their rows in groups that agree
+row_groups.py: products that compute their rows in groups that agree
+row_products.py: the products of a model, experts and routers among them
 row_sets.py: measures which numbers of rows give a product the same bits
 trial.py: one kernel against MLX's own
 unpacked.py: products of many rows with quantised weights
