@@ -95,9 +95,9 @@ class ModelList:
         return await asyncio.to_thread(self._library.absence, model)
 
     def head(self, record: LoadedPlacement) -> HeadState:
-        """A placement's draft head as it was loaded, unless its runner reports it as parked."""
-        parked = self._generator(record).head_parked
-        return HeadState(False, parked) if parked else record.head
+        """A placement's draft head as it was loaded, unless its runner does not use it."""
+        refusal = self._generator(record).head_refusal
+        return HeadState(False, refusal) if refusal else record.head
 
     def depth_reason(self, record: LoadedPlacement) -> str:
         """Why rounds draft as many tokens as they do at present; empty before the first round."""
@@ -191,7 +191,7 @@ class ModelList:
         generator = self._cluster.self_id
         if record is not None and record.endpoints:
             head, stages = self.head(record), len(record.stages)
-            parked = head != record.head
+            parked = bool(self._generator(record).head_parked)
             generator = record.generator.node
         switch = self._source.mtp_switch(generator)
         default_k = self._source.stage_settings(generator).default_k

@@ -709,6 +709,7 @@ class StageState(_message.Message):
     CPU_S_FIELD_NUMBER: _builtins.int
     GREEDY_IDENTITY_FIELD_NUMBER: _builtins.int
     PROMPT_LOOKUP_FIELD_NUMBER: _builtins.int
+    HEAD_REFUSAL_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     model: _builtins.str
     stage: _builtins.int
@@ -728,7 +729,7 @@ class StageState(_message.Message):
     checkpoint_bytes_read: _builtins.int
     live_requests: _builtins.int
     head_parked: _builtins.str
-    """why its draft head is not used, yet or any more"""
+    """why its draft head is not used any more: numbers that are not finite"""
     prefix_cache_bytes: _builtins.int
     """of prompts that were read; goes where requests need the room"""
     prefix_disk_bytes: _builtins.int
@@ -747,6 +748,8 @@ class StageState(_message.Message):
     """as in LoadReady, by what is measured now"""
     prompt_lookup: _builtins.str
     """likewise"""
+    head_refusal: _builtins.str
+    """why its draft head is not used, yet or any more"""
     @_builtins.property
     def epoch(self) -> Global___Epoch:
         """absent: it was not connected yet"""
@@ -789,10 +792,11 @@ class StageState(_message.Message):
         cpu_s: _builtins.float = ...,
         greedy_identity: _builtins.str = ...,
         prompt_lookup: _builtins.str = ...,
+        head_refusal: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "ready", b"ready", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_bytes", b"cache_bytes", "checkpoint_bytes_read", b"checkpoint_bytes_read", "cpu_s", b"cpu_s", "depth_reason", b"depth_reason", "end_layer", b"end_layer", "epoch", b"epoch", "error", b"error", "first_layer", b"first_layer", "greedy_identity", b"greedy_identity", "head_parked", b"head_parked", "live_requests", b"live_requests", "model", b"model", "peak_memory_bytes", b"peak_memory_bytes", "pid", b"pid", "placement", b"placement", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_disk_rows", b"prefix_disk_rows", "prefix_memory_rows", b"prefix_memory_rows", "prefix_peer_rows", b"prefix_peer_rows", "progress", b"progress", "prompt_lookup", b"prompt_lookup", "ready", b"ready", "spec", b"spec", "stage", b"stage", "status", b"status", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_bytes", b"cache_bytes", "checkpoint_bytes_read", b"checkpoint_bytes_read", "cpu_s", b"cpu_s", "depth_reason", b"depth_reason", "end_layer", b"end_layer", "epoch", b"epoch", "error", b"error", "first_layer", b"first_layer", "greedy_identity", b"greedy_identity", "head_parked", b"head_parked", "head_refusal", b"head_refusal", "live_requests", b"live_requests", "model", b"model", "peak_memory_bytes", b"peak_memory_bytes", "pid", b"pid", "placement", b"placement", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_disk_rows", b"prefix_disk_rows", "prefix_memory_rows", b"prefix_memory_rows", "prefix_peer_rows", b"prefix_peer_rows", "progress", b"progress", "prompt_lookup", b"prompt_lookup", "ready", b"ready", "spec", b"spec", "stage", b"stage", "status", b"status", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -4146,6 +4150,7 @@ class RunnerState(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     GREEDY_IDENTITY_FIELD_NUMBER: _builtins.int
     PROMPT_LOOKUP_FIELD_NUMBER: _builtins.int
+    HEAD_REFUSAL_FIELD_NUMBER: _builtins.int
     live_requests: _builtins.int
     cache_bytes: _builtins.int
     peak_memory_bytes: _builtins.int
@@ -4155,7 +4160,7 @@ class RunnerState(_message.Message):
     compute_ended: _builtins.bool
     """its compute thread is gone: it only looks alive"""
     head_parked: _builtins.str
-    """why its draft head is not used, yet or any more"""
+    """why its draft head is not used any more: numbers that are not finite"""
     prefix_cache_bytes: _builtins.int
     """held of prompts that were read"""
     prefix_disk_bytes: _builtins.int
@@ -4178,6 +4183,8 @@ class RunnerState(_message.Message):
     """as in LoadReady, by what is measured now"""
     prompt_lookup: _builtins.str
     """likewise"""
+    head_refusal: _builtins.str
+    """why its draft head is not used, yet or any more"""
     @_builtins.property
     def epoch(self) -> Global___Epoch:
         """absent: it was not connected yet"""
@@ -4204,10 +4211,11 @@ class RunnerState(_message.Message):
         epoch: Global___Epoch | None = ...,
         greedy_identity: _builtins.str = ...,
         prompt_lookup: _builtins.str = ...,
+        head_refusal: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_memory_bytes", b"active_memory_bytes", "cache_bytes", b"cache_bytes", "compute_ended", b"compute_ended", "depth_reason", b"depth_reason", "epoch", b"epoch", "greedy_identity", b"greedy_identity", "head_parked", b"head_parked", "live_requests", b"live_requests", "mtp_speedup", b"mtp_speedup", "peak_memory_bytes", b"peak_memory_bytes", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_disk_rows", b"prefix_disk_rows", "prefix_memory_rows", b"prefix_memory_rows", "prefix_peer_rows", b"prefix_peer_rows", "progress", b"progress", "prompt_lookup", b"prompt_lookup", "step_s", b"step_s", "timed_answers", b"timed_answers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_memory_bytes", b"active_memory_bytes", "cache_bytes", b"cache_bytes", "compute_ended", b"compute_ended", "depth_reason", b"depth_reason", "epoch", b"epoch", "greedy_identity", b"greedy_identity", "head_parked", b"head_parked", "head_refusal", b"head_refusal", "live_requests", b"live_requests", "mtp_speedup", b"mtp_speedup", "peak_memory_bytes", b"peak_memory_bytes", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_disk_rows", b"prefix_disk_rows", "prefix_memory_rows", b"prefix_memory_rows", "prefix_peer_rows", b"prefix_peer_rows", "progress", b"progress", "prompt_lookup", b"prompt_lookup", "step_s", b"step_s", "timed_answers", b"timed_answers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,5 +1,6 @@
 """The decode engine: rounds of requests from token ids to token ids, and a stage's part of them.
 
+attempts.py: measurements that were under way when their process ended
 batch.py: requests that share forwards, and their rounds
 compute.py: the one thread that owns MLX
 drafter.py: drafts for the requests of a batch

@@ -23,6 +23,7 @@ from ..model.tensors import DTYPES, ITEM_BYTES, from_bytes, require_finite, to_b
 from ..pipeline.frames import BlockMember, HiddenBlock
 from ..pipeline.link import Key
 from ..pipeline.seen_attempts import SeenAttempts
+from .attempts import Attempts
 from .compute import device_lost
 from .measuring import Measuring
 from .prefixes.borders import PrefillLog
@@ -90,6 +91,8 @@ class StageWorker:
         )
         self._requests: dict[str, StageRequest] = {}
         self._attempts = SeenAttempts(expected.stage)
+        self.measurement_attempts = Attempts()
+        """Set it before `begin_measuring`."""
         self._measuring: Measuring | None = None
 
     @property
@@ -126,7 +129,11 @@ class StageWorker:
         e = self._expected
         positions = self._model.rope_positions
         self._measuring = Measuring(
-            lambda: self._rounds.probe(e.hidden_size, e.vocabulary, e.context_length),
+            lambda: self.measurement_attempts.guard(
+                "batches",
+                self._rounds.probe(e.hidden_size, e.vocabulary, e.context_length),
+                self._rounds.refuse_sharing,
+            ),
             self._clock,
             lambda: positions.set_deltas([0]),
             lambda size: self._prefixes.reserve(size, self.cache_bytes()),

@@ -109,6 +109,10 @@ class StageRounds(Generic[K]):
         self.groups.release(request)
         self.step_times.end(request)
 
+    def refuse_sharing(self, reason: str) -> None:
+        """Computes each request alone from now on."""
+        self.batching_reason = reason
+
     def probe(self, hidden_size: int, vocabulary: int, context_length: int) -> Pieces[None]:
         """Measures `is_same`, without which no forwards are shared; sets `batching_reason` if the
         model's layers compute no batch."""

@@ -53,7 +53,7 @@ from ..text.orphans import continue_when_orphaned
 from ..text.prompt_encoder import PromptEncoder
 from .embedding_service import serve_embeddings
 from .generator_service import GeneratorService
-from .persistent_files import prefix_disk_of, profile_of, shared_prefix_key
+from .persistent_files import attempts_of, prefix_disk_of, profile_of, shared_prefix_key
 from .prefix_exchange import PrefixFetcher, PrefixSender
 from .runner_service import EpochFence, RunnerService
 from .stage_service import NextStage, RingService, StageService
@@ -183,6 +183,7 @@ class Runner:
                 prefixes,
                 keeps_chunk=spec.keeps_chunk,
             )
+            worker.measurement_attempts = attempts_of(spec, loaded)
             if spec.batching:
                 await asyncio.wrap_future(
                     self._compute.submit(lambda: self._measure(worker.begin_measuring()))

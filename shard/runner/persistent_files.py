@@ -15,6 +15,7 @@ from ...proto import peer_pb2 as pb
 from ..checkpoint.checkpoint import sample_digest
 from ..checkpoint.prefix_files import FORMAT
 from ..engine.answers.draft_profile import DraftProfile, DraftProfileKey
+from ..engine.attempts import Attempts
 from ..engine.prefixes.disk import PrefixDisk
 from ..kernels.install import used
 from ..model.load import Loaded
@@ -25,6 +26,14 @@ log = logging.getLogger(__name__)
 def profile_of(spec: pb.StageSpec, loaded: Loaded) -> DraftProfile:
     """The measurements of adaptive drafting and of the probes, for this model on this machine."""
     return DraftProfile.open(spec.profile_folder, _key(spec, loaded), time.perf_counter)
+
+
+def attempts_of(spec: pb.StageSpec, loaded: Loaded) -> Attempts:
+    """Those of a stage after the first one, which has no profile."""
+    if not spec.profile_folder:
+        return Attempts()
+    file = Path(spec.profile_folder) / _key(spec, loaded).file
+    return Attempts(file.with_stem(f"{file.stem}-{spec.first_layer}-{spec.end_layer}"))
 
 
 def prefix_disk_of(spec: pb.StageSpec, loaded: Loaded) -> PrefixDisk | None:

@@ -158,7 +158,8 @@ class StateReport:
             prefix_peer_rows=hits["peer"],
         )
         if isinstance(watch, TextEngine):
-            state.head_parked = watch.drafting.refusal
+            state.head_parked = watch.drafting.parked_reason
+            state.head_refusal = watch.drafting.refusal
             state.greedy_identity = watch.measurements.identity
             state.prompt_lookup = watch.lookup.refusal or "on"
             state.depth_reason = watch.depth_reason

@@ -52,6 +52,7 @@ def test_the_first_answer_waits_for_no_measurement_and_later_ones_have_its_draft
     assert (first["drafter_kind"], first["num_draft_tokens"]) == ("none", 0)
     for field in ("drafting_reason", "lookup_reason", "batching_reason"):
         assert first[field].startswith("not measured yet"), (field, first[field])
+    assert not model(fresh)["native_mtp"]["parked"], "it is only not measured"
     _ = story(fresh)  # while it is measured, perhaps
     eventually(lambda: is_measured(fresh), LIMIT_S)
     later = story(fresh)

@@ -101,6 +101,15 @@ class LookupControl:
         if copies.exact:
             self.policy.allow(copies.exact, ratios, head)
 
+    def refuse(self, reason: str) -> None:
+        """Lets no request copy."""
+        self.off_reason = self.off_reason or reason
+
+    def refuse_shared(self, reason: str) -> None:
+        """Lets requests copy only alone."""
+        if not self.off_reason:
+            self.shared_reason = reason
+
     def reason(self, request: Parameters, *, began: bool = True, shared: bool = False) -> str:
         """Why a request copies nothing; empty if it may. `began`: whether it could when it began.
         `shared`: in steps that others shared."""

@@ -15,6 +15,7 @@ from ....mtp.targets import Target
 from ...kernels.first_choices import choose_first
 from ...model.open_model import MODEL_FAULTS, headline
 from ...model.tensors import DTYPES
+from ..attempts import Attempts
 from ..drafter import new_draft
 from ..measuring import NOT_MEASURED, Measuring, repeated
 from ..options import EngineOptions
@@ -33,6 +34,10 @@ from .probing import (
 )
 
 log = logging.getLogger(__name__)
+
+
+def nothing_refused(_: str) -> None:
+    """The measurement only saves time to later answers."""
 
 
 class ModelMeasurements:
@@ -120,22 +125,25 @@ class ModelMeasurements:
 
     def _pieces(self) -> Pieces[None]:
         k = self._drafting.max_k
-        parts = [self._measure_drafts(k), self._measure_batches(k)]
+        guard = Attempts(self.profile.path).guard
+        parts = [
+            guard("drafts", self._measure_drafts(k), self._refuse_drafts),
+            guard("batches", self._measure_batches(k), self._refuse_batches),
+        ]
         if isinstance(self._forms, RoundForms) and self._forms.counts_on_device:
             parts.reverse()  # drafts would need a batch's caches
         for part in parts:
             yield from part
-        yield from self._lookup.probe(self.subject, self.profile)
-        yield from self._measure_costs(k)
-        if not self.batching_reason:
-            is_exact = self.identity == self.batch_identity == "bitwise"
-            yield from self._lookup.probe_shared(
-                self.subject, self.batch_identity, k if is_exact else 0, self.profile
-            )
-        self.profile.save(at_once=True)
-        yield from choose_first(self.subject.vocabulary, k, DTYPES[self._options.dtype])
+        copies = self._lookup.probe(self.subject, self.profile)
+        yield from guard("copies", copies, self._lookup.refuse)
+        yield from guard("costs", self._measure_costs(k), self._refuse_head)
+        copies = self._measure_shared_copies(k)
+        yield from guard("shared-copies", copies, self._lookup.refuse_shared)
+        ways = choose_first(self.subject.vocabulary, k, DTYPES[self._options.dtype])
+        yield from guard("sampling", ways, nothing_refused)
         if isinstance(self._forms, RoundForms):  # it is the whole model
-            yield from warm_up(self.subject, range(1, k + 2))
+            first_rounds = warm_up(self.subject, range(1, k + 2))
+            yield from guard("first-rounds", first_rounds, nothing_refused)
 
     def costs(self, prompt: Sequence[int], k: int, repeats: int) -> Costs:
         """Seconds of verifies and of up to `k` drafts after `prompt`; see `mtp.probe`."""
@@ -156,9 +164,31 @@ class ModelMeasurements:
         except MODEL_FAULTS as fault:  # only the probe's own state is lost
             reason = f"drafts cannot be measured here ({headline(fault)})"
             log.warning("%s: nothing is drafted", reason)
-        if reason and isinstance(self._forms, RoundForms):
+        self._drafting.off_reason = ""
+        if reason:
+            self._refuse_drafts(reason)
+        self.profile.save(at_once=True)
+
+    def _refuse_drafts(self, reason: str) -> None:
+        if isinstance(self._forms, RoundForms):
             self._forms.fixed_rows = 0
-        self._drafting.off_reason = reason
+        self._refuse_head(reason)
+
+    def _refuse_head(self, reason: str) -> None:
+        if self._drafting.max_k:
+            self._drafting.off_reason = reason
+
+    def _refuse_batches(self, reason: str) -> None:
+        if isinstance(self._forms, RoundForms):
+            self._forms.counts_on_device = False  # by a batch's caches
+        self.batching_reason = reason
+
+    def _measure_shared_copies(self, k: int) -> Pieces[None]:
+        if not self.batching_reason:
+            is_exact = self.identity == self.batch_identity == "bitwise"
+            yield from self._lookup.probe_shared(
+                self.subject, self.batch_identity, k if is_exact else 0, self.profile
+            )
         self.profile.save(at_once=True)
 
     def _measure_costs(self, k: int) -> Pieces[None]:
@@ -191,7 +221,7 @@ class ModelMeasurements:
         except MODEL_FAULTS as fault:
             reason = f"this model cannot be computed in batches ({headline(fault)})"
             log.warning("%s: its requests take turns", reason)
-            if isinstance(self._forms, RoundForms):
-                self._forms.counts_on_device = False  # by a batch's caches
-        self.batching_reason = reason
+        self.batching_reason = ""
+        if reason:
+            self._refuse_batches(reason)
         self.profile.save(at_once=True)

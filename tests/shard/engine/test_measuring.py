@@ -4,6 +4,10 @@
 
 import itertools
 import logging
+import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +30,7 @@ from exo_node.shard.engine import measuring as measuring_module
 from exo_node.shard.engine.answers import lookup_control, model_measurements
 from exo_node.shard.engine.answers.draft_profile import DraftProfile, DraftProfileKey
 from exo_node.shard.engine.answers.text_engine import TextEngine
+from exo_node.shard.engine.attempts import FATAL, MAX_DEATHS, Attempts
 from exo_node.shard.engine.measuring import (
     BUSY_PAUSE,
     NOT_MEASURED,
@@ -79,15 +84,86 @@ def test_what_may_change_requests_in_progress_waits_for_their_end() -> None:
     assert measuring.step(idle=True)
 
 
-def test_a_measurement_that_fails_is_logged_once_and_ends(caplog: pytest.LogCaptureFixture) -> None:
-    def failing() -> Generator[None]:
-        yield
-        raise MemoryError("no room")
+def failing_by(fault: BaseException) -> Generator[None]:
+    yield
+    raise fault
 
-    measuring = Measuring(failing, Clock())
+
+def test_a_measurement_that_fails_is_logged_once_and_leaves_its_reason(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    reasons = list[str]()
+    guard = Attempts(tmp_path / "profile.json").guard
+    measuring = Measuring(
+        lambda: guard("drafts", failing_by(MemoryError("no room")), reasons.append), Clock()
+    )
     assert measuring.step(idle=True)
     assert measuring.is_done and not measuring.step(idle=True)
     assert [r.levelno for r in caplog.records] == [logging.ERROR]
+    assert len(reasons) == 1 and "failed (MemoryError: no room)" in reasons[0]
+    assert not list(tmp_path.iterdir()), "the process lives"
+
+
+def die_within(folder: Path, name: str = "drafts", times: int = 1) -> None:
+    """Leaves what processes leave that end within a piece, as by a signal."""
+    for _ in range(times):
+        pieces_ = Attempts(folder / KEY.file).guard(
+            name, failing_by(DeviceLost("its GPU is lost")), lambda _: None
+        )
+        with pytest.raises(DeviceLost):
+            _ = list(pieces_)
+
+
+def test_a_measurement_that_ended_two_processes_is_not_repeated(tmp_path: Path) -> None:
+    done, reasons, clock = list[float](), list[str](), Clock()
+
+    def measure(name: str) -> None:
+        guard = Attempts(tmp_path / KEY.file).guard
+        for _ in guard(name, pieces(clock, done, [1]), reasons.append):
+            pass
+
+    die_within(tmp_path)
+    measure("drafts")
+    assert (done, reasons, list(tmp_path.iterdir())) == ([1], [], []), "one may be chance"
+    die_within(tmp_path, times=MAX_DEATHS)
+    measure("drafts")
+    assert (done, reasons) == ([1], [FATAL])
+    measure("batches")
+    assert (done, reasons) == ([1, 1], [FATAL]), "it is one of several"
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from exo_node.shard.engine.attempts import Attempts
+
+def measurement():
+    yield
+    os.kill(os.getpid(), signal.SIGKILL)
+
+for _ in Attempts(Path(sys.argv[1])).guard("drafts", measurement(), print):
+    pass
+"""
+
+
+def test_a_killed_process_leaves_its_count(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "new" / KEY.file)]
+    for count in range(1, MAX_DEATHS + 1):
+        assert subprocess.run(command).returncode == -signal.SIGKILL
+        [file] = (tmp_path / "new").iterdir()
+        assert file.stat().st_size == count
+    refused = subprocess.run(command, capture_output=True, text=True)
+    assert (refused.returncode, refused.stdout) == (0, f"{FATAL}\n")
+
+
+def test_a_process_that_ends_between_two_pieces_does_not_count(tmp_path: Path) -> None:
+    done = list[float]()
+    for _ in range(2 * MAX_DEATHS):
+        begun = Attempts(tmp_path / KEY.file).guard(
+            "drafts", pieces(Clock(), done, [1]), lambda _: None
+        )
+        next(begun)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_gpu_fault_of_an_answer_is_not_the_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,9 +207,10 @@ def test_a_measurement_that_a_gpu_fault_ended_is_repeated_later(words: str) -> N
     assert results == ["bitwise"]
     assert [b - a for a, b in itertools.pairwise(tries)] == list(RETRIES_S)
     never = Measuring(lambda: measured([False] * 3, results), clock)
-    while not never.is_done:
-        clock.now += RETRIES_S[-1]
-        _ = never.step(idle=True)
+    with pytest.raises(RuntimeError, match=re.escape(words)):
+        while True:
+            clock.now += RETRIES_S[-1]
+            _ = never.step(idle=True)
     assert results == ["bitwise"]
 
 
@@ -214,6 +291,51 @@ def test_before_it_is_measured_an_answer_uses_nothing_and_says_so() -> None:
     assert again.ids == got.ids
     assert again.stats.drafting_reason == again.stats.lookup_reason == ""
     assert sum(round_.drafted for round_ in again.rounds)
+
+
+@pytest.mark.parametrize("name", ["drafts", "batches", "copies", "costs", "shared-copies"])
+def test_answers_say_which_measurement_ended_the_runner_and_have_what_the_others_allow(
+    name: str, tmp_path: Path
+) -> None:
+    die_within(tmp_path, name, MAX_DEATHS)
+    served = unmeasured(tmp_path)
+    while served.step():
+        pass
+    reasons = {
+        "drafts": served.drafting.refusal,
+        "batches": served.measurements.batching_reason,
+        "copies": served.lookup.refusal,
+        "costs": served.drafting.refusal,
+        "shared-copies": served.lookup.shared_reason,
+    }
+    assert reasons[name] == FATAL
+    assert NOT_MEASURED not in (reasons["drafts"], reasons["batches"], reasons["copies"])
+    got = answer(served, asked())
+    assert got.ids == plain(asked())
+
+
+@pytest.mark.parametrize(
+    ("probe", "field"),
+    [
+        ("probe_identity", "drafting_reason"),
+        ("probe_batch_identity", "batching_reason"),
+        ("probe_costs", "drafting_reason"),
+    ],
+)
+def test_an_error_that_no_measurement_expects_is_the_reason_of_answers(
+    probe: str, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object, **__: object) -> Generator[None]:
+        yield
+        raise AssertionError("too much")
+
+    monkeypatch.setattr(model_measurements, probe, failing)
+    served = unmeasured()
+    while served.step():
+        pass
+    got = answer(served, asked())
+    assert got.ids == plain(asked())
+    assert "AssertionError: too much" in getattr(got.stats, field)
 
 
 @pytest.mark.smoke

@@ -584,6 +584,20 @@ def test_want_of_memory_ends_the_process_where_a_shorter_chunk_may_help(
         _ = stage.forward(0, 2)
 
 
+def test_a_stage_whose_measurement_fails_shares_no_forwards_and_computes(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> bool:
+        raise AssertionError("odd")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage_rounds, "probe_ids", failing)
+        stage.worker.begin_measuring().finish()
+    assert "AssertionError: odd" in stage.worker._rounds.batching_reason  # pyright: ignore[reportPrivateUsage]
+    stage.begin(r1=2, r2=3)
+    assert stage.worker.forward(a_round(("r1", 2), ("r2", 3))).block is not None
+
+
 def test_what_is_no_fault_of_a_forward_is_raised(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
