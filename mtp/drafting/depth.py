@@ -252,6 +252,35 @@ class AdaptiveDepth:
         return [expected_tokens(p, k) / s for k, s in enumerate(bounded(seconds))]
 
 
+class RepeatableDepth(AdaptiveDepth):
+    """Chooses by its own answer's acceptance and the seconds of the probe, so that the same request
+    has the same rounds again.
+
+    For verifies that may decide near ties otherwise than single steps: there the depths of an
+    answer change its text, and neither the clock nor other answers may.
+    """
+
+    def __init__(
+        self, ceiling: int, default: int, prior: "Prior", costs: RoundCosts, source: str
+    ) -> None:
+        """`prior`, `costs`: of all answers; they learn from this one, but for its choices only
+        what was probed counts."""
+        super().__init__(ceiling, default, Prior(), RoundCosts(costs.probed), source)
+        self._shared_prior, self._measured = prior, costs
+
+    def learn(self, k: int, accepted: int, position: int, seconds: float) -> None:
+        self._measured.add(position, k, seconds)
+        super().learn(k, accepted, position, self._costs.seconds(position, k) or 0.0)
+
+    def record(self, k: int, accepted: int) -> None:
+        super().record(k, accepted)
+        self._shared_prior.add(k, accepted)
+
+    @property
+    def plain_seconds(self) -> float | None:
+        return self._measured.seconds(0, 0) if self._learned >= ENOUGH else None
+
+
 def _trial_rounds(k: int) -> int:
     return LOOK_ROUNDS if k else LOOK_TOKENS
 

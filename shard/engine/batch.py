@@ -263,7 +263,7 @@ class Batch:
 
     def _patience(self) -> int:
         """Rows that may wait for the head: many if drafts do not pay off at the present load."""
-        adaptive = all(isinstance(request.drafts.depth, AdaptiveDepth) for request in self.requests)
+        adaptive = all(type(request.drafts.depth) is AdaptiveDepth for request in self.requests)
         is_resting = self._running > 1 and adaptive and not self._drafted_last
         is_resting = is_resting and self._policy.depth.is_resting(self._running)
         return RESTING_ROWS if is_resting else PENDING_ROWS

@@ -3,13 +3,14 @@
 import logging
 from dataclasses import replace
 
-from ....mtp.drafting.depth import AdaptiveDepth, DepthPolicy, FixedDepth
+from ....mtp.drafting.depth import AdaptiveDepth, DepthPolicy, FixedDepth, RepeatableDepth
 from ....mtp.families.family import Family
 from ....mtp.families.head import DraftHead
 from ....placement.errors import InvalidRequest
 from ....proto.fields import changed
 from ...model.tensors import parked_reason
 from ..drafter import DraftModel
+from ..measuring import NOT_MEASURED
 from ..options import EngineOptions
 from ..request import Parameters
 from .draft_profile import DraftProfile
@@ -38,6 +39,8 @@ class DraftControl:
         self.max_k = options.max_draft_tokens if head is not None else 0
         self.off_reason = ""
         """Why the draft head is loaded but not used, at all or yet; empty if it is used."""
+        self.is_near_tie = False
+        """Whether a verify may decide near ties otherwise than single steps do."""
         self.parked_reason = ""
         """Why the draft head is not used any more: its logits were not finite."""
         self.depth_reason = ""
@@ -46,7 +49,8 @@ class DraftControl:
     @property
     def refusal(self) -> str:
         """Why no request that begins now drafts; empty if some may."""
-        return self.off_reason or self.parked_reason
+        lacks_costs = self.is_near_tie and len(self._profile.costs.probed) <= self.max_k
+        return self.off_reason or self.parked_reason or (NOT_MEASURED if lacks_costs else "")
 
     def park(self, position: int | None) -> None:
         """Grants no more drafts if an answer stopped drafting at `position`."""
@@ -79,7 +83,8 @@ class DraftControl:
         drafting, k = request.drafting, request.k
         if not drafting.adaptive_draft or k == 0:
             return FixedDepth(k, drafting.initial_draft_source or "as requested")
-        return AdaptiveDepth(
+        policy = RepeatableDepth if self.is_near_tie else AdaptiveDepth
+        return policy(
             k,
             drafting.initial_draft_tokens or k,
             self._profile.prior,

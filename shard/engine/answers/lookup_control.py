@@ -34,6 +34,10 @@ NOT_EXACT_TOGETHER: Final = (
     "steps do, so copied drafts could change an answer"
 )
 NOT_ASKED: Final = "the request sets num_draft_tokens, so only the model's own head drafts"
+NEAR_TIES: Final = (
+    "where a verify may decide near ties otherwise than single steps, what it drafts must not "
+    "follow the clock, by which copies are chosen; EXO_NATIVE_MTP_ENABLED=0 allows them"
+)
 
 
 class LookupControl:
@@ -45,6 +49,8 @@ class LookupControl:
         """`caches`: of one request, by layer. `is_whole`: whether this node has the whole model."""
         self.off_reason = _objection(options, caches, is_whole=is_whole)
         """Why no request copies; empty if some may."""
+        self.is_near_tie = False
+        """Whether drafts of the head may decide near ties otherwise than single steps do."""
         self.policy = BatchPolicy()
         """The policy of requests that share forwards."""
         self.shared_reason = "" if self.off_reason else NOT_MEASURED
@@ -115,6 +121,8 @@ class LookupControl:
         `shared`: in steps that others shared."""
         if not request.drafting.prompt_lookup:
             return NOT_ASKED
+        if self.is_near_tie and request.k:
+            return NEAR_TIES
         reason = self.refusal or (self.shared_reason if shared else "")
         return reason if began else reason or NOT_MEASURED
 

@@ -165,6 +165,7 @@ class ModelMeasurements:
             reason = f"drafts cannot be measured here ({headline(fault)})"
             log.warning("%s: nothing is drafted", reason)
         self._drafting.off_reason = ""
+        self._drafting.is_near_tie = self._lookup.is_near_tie = self.identity == "near_tie"
         if reason:
             self._refuse_drafts(reason)
         self.profile.save(at_once=True)
