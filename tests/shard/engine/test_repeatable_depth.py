@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from chips import M3_MAX, on_chip
 from engines import Answer, answer, load_quietly, request
+from forced_copies import FixedLength, force
 from readers import GREEDY, SEEDED, prompt
 from small import small_spec
 
@@ -117,7 +118,7 @@ def test_requests_that_draft_there_copy_nothing_since_the_clock_decides_copies(
     metal: OnChip,
 ) -> None:
     served = metal.engine(0)
-    served.lookup.off_reason, served.lookup._lengths = "", (3,)  # as if some length were exact
+    force(served.lookup, FixedLength(3))  # as if that length were exact
     got = answer(served, asked())
     assert "follow the clock" in got.stats.lookup_reason
     assert got.stats.lookup_proposed_tokens == 0
