@@ -10,7 +10,7 @@ from ...mtp.caches.window import MAX_ROLLBACK_ROWS
 from .chunked_delta import use_chunks
 from .cpu_products import choose_products
 from .kernel_choice import Mode, choose_kernels
-from .row_groups import group_rows
+from .row_groups import MeasuredRows, group_rows
 from .trial import KernelChoice
 
 
@@ -21,13 +21,14 @@ def install(
     note: Callable[[str], None],
     products: Sequence[nn.Module] = (),
     dtype: mx.Dtype = mx.float32,
+    agreeing: MeasuredRows | None = None,
 ) -> tuple[KernelChoice, ...]:
     """Chooses the kernels of `parts`, a stage's modules of `model`; `used` gives their names.
 
     Call it before anything is probed or timed: a kernel's first use compiles it.
     `note` gets a line before work that may take a minute the first time. `products`: modules whose
     rows must not depend on each other, those that a step of the target computes. `dtype`: that of
-    hidden states.
+    hidden states. `agreeing`: see `group_rows`.
     """
     if mx.default_device() == mx.Device(mx.cpu):
         # By CPU time: on a busy machine, wall time depends on the other processes.
@@ -40,7 +41,7 @@ def install(
         choices += (
             KernelChoice("chunked_delta", rows, layers, True, "MLX would loop over the rows"),
         )
-    return choices + (group_rows(products, dtype) if mode == "auto" else ())
+    return choices + (group_rows(products, dtype, agreeing) if mode == "auto" else ())
 
 
 def used(choices: Iterable[KernelChoice]) -> tuple[str, ...]:

@@ -28,6 +28,8 @@ from .row_sets import WIDTHS, RowRange, agreeing_rows
 from .trial import KernelChoice, group_modules
 
 NAME: Final = "row_groups"
+MeasuredRows = dict[str, RowRange]
+"""The numbers of rows that agree, by `ProductKind.key`."""
 
 
 def in_groups(product: Callable[..., Any], x: mx.array, agreeing: RowRange, *more: mx.array) -> Any:
@@ -122,16 +124,23 @@ def measure(layer: Any, kind: ProductKind) -> RowRange | None:
     return agreeing_rows(partial(plain_product, layer), kind.inputs, kind.dtype, kind.widths)
 
 
-def group_rows(modules: Sequence[nn.Module], dtype: mx.Dtype) -> tuple[KernelChoice, ...]:
-    """Measures each kind of product in `modules` and groups its rows where one row and more differ.
+def group_rows(
+    modules: Sequence[nn.Module], dtype: mx.Dtype, known: MeasuredRows | None = None
+) -> tuple[KernelChoice, ...]:
+    """Groups the rows of each kind of product in `modules` where one row and more differ.
 
-    `dtype`: that of hidden states. Returns the kinds that are grouped, and those that no grouping
+    `dtype`: that of hidden states. `known`: what was measured before, by `ProductKind.key`; what it
+    lacks is measured and added. Returns the kinds that are grouped, and those that no grouping
     makes exact.
     """
     if not may_depend_on_rows():
         return ()
-    products = products_of(modules, dtype)
-    choices = (_group(kind, layers, measure(layers[0], kind)) for kind, layers in products.items())
+    known = {} if known is None else known
+    choices = list[KernelChoice | None]()
+    for kind, layers in products_of(modules, dtype).items():
+        if (agreeing := known.get(kind.key) or measure(layers[0], kind)) is not None:
+            known[kind.key] = agreeing
+        choices.append(_group(kind, layers, agreeing))
     unknown = (
         KernelChoice(NAME, f"product in {name}", 1, False, "this class computes it by itself")
         for name in sorted(not_grouped(modules))

@@ -30,8 +30,8 @@ ROUTERS: Final = frozenset(("MoEGate", "Dots1TopkRouter"))
 """Names of classes whose forward is `x @ weight.T` and a choice for each row by itself."""
 _OTHERS: Final = (nn.Conv1d, SwitchLinear, QuantizedSwitchLinear)
 """Layers with weights that are no product of rows, or part of a product above."""
-_MOST_CHOSEN: Final = 16
-"""The most experts of one row."""
+MOST_COMPARED: Final = 16 * WIDTHS[-1]
+"""The most choices of experts that are compared: those of 64 rows, 16 of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ class ProductKind:
         """
         if not issubclass(self.layer, EXPERTS):
             return WIDTHS
-        most, border = WIDTHS[-1] * _MOST_CHOSEN, 4 * self.several
-        more = {each for each in (63, border - 1, border, most) if each <= most}
-        return tuple(sorted({*WIDTHS, *more}))
+        border = 4 * self.several
+        more = {each for each in (63, border - 1, border) if each < MOST_COMPARED}
+        return tuple(sorted({*WIDTHS, *more, MOST_COMPARED}))
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("mlx.core.")

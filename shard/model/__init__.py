@@ -10,6 +10,7 @@ small_config.py: a small model of the same class and depth
 split_check.py: checks that a stage computes the same as its layers in the whole model
 stage_limits.py: the sizes of the frames that a stage accepts
 stage_model.py: layers [a, b) of a model, with their caches, quantised or not
+stored_rows.py: which numbers of rows agree, on disk
 tensors.py: arrays to bytes and back, and the errors of numbers that are not finite
 tower.py: the vision tower beside a text model, by family
 """

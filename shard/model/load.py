@@ -38,6 +38,7 @@ from .open_model import (
 from .split_check import require_splittable
 from .stage_limits import StageLimits
 from .stage_model import KvQuantisation, StageModel
+from .stored_rows import StoredRows
 from .tensors import DTYPES
 from .tower import Tower, load_tower, placed_positions
 
@@ -147,7 +148,7 @@ def _load(
     if generator:
         tower, images = load_tower(checkpoint, vision, dtype, spec.end_layer)
     read = bytes_read() - read_before
-    kernels = _choose_kernels(spec, stage, head, report)
+    kernels = _choose_kernels(spec, stage, head, report, checkpoint.fingerprint)
     return Loaded(
         model=stage,
         expected=limits,
@@ -180,20 +181,27 @@ def _codec(folder: Path) -> "TextCodec":
 
 
 def _choose_kernels(
-    spec: pb.StageSpec, stage: StageModel, head: Any, report: Report
+    spec: pb.StageSpec, stage: StageModel, head: Any, report: Report, fingerprint: str
 ) -> tuple[KernelChoice, ...]:
     parts: list[nn.Module] = stage.own_layers
     family = family_of(stage.model) if spec.stage == 0 else None
     parts += [part for part in (family.output if family else None, head) if part is not None]
     mode = "mlx" if spec.kernels == "mlx" else "auto"
-    return install(
+    stored = StoredRows(spec.profile_folder, fingerprint)
+    known = stored.read()
+    rows = dict(known)
+    choices = install(
         stage.model,
         parts,
         mode,
         lambda step: report(pb.LoadProgress(step=step)),
         [] if spec.pooling else stage.own_modules(outer=spec.stage == 0),
         DTYPES[spec.dtype],
+        rows,
     )
+    if rows != known:
+        stored.write(rows)
+    return choices
 
 
 def _load_head(
