@@ -7,7 +7,7 @@ from contextlib import aclosing
 from ..placement.errors import HeadGone, PeerLost
 from ..placement.ids import ModelId, NodeId, PlacementId
 from ..proto import peer_pb2 as pb
-from .api.operations.plan_request import named_node
+from .api.operations.plan_request import live_node
 from .cluster.cluster import Cluster
 from .machine.tasks import unless
 from .placements.claims import Claims
@@ -30,7 +30,7 @@ class ClusterHead:
 
     def node_elsewhere(self, name: str) -> NodeId | None:
         members = {member.id: member.facts.name for member in self._cluster.members()}
-        node = named_node("node", name, members)
+        node = live_node("node", name, members)
         return None if node == self._cluster.self_id else node
 
     async def until_gone(self, node: NodeId) -> None:

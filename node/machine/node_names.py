@@ -22,12 +22,13 @@ def named_node(
 ) -> _Node:
     """The node with exactly that name; if there is none, the one whose id begins with the text.
 
-    A text of less than 8 characters matches no id. Raises InvalidRequest of `param` unless it is
+    A text of less than 8 characters is no beginning. Raises InvalidRequest of `param` unless it is
     one of the nodes, whose `group` the message names.
     """
     matches = [node for node in nodes if name(node) == text]
-    if not matches and len(text) >= _SHORTEST_ID:
-        matches = [node for node in nodes if id(node).startswith(text)]
+    if not matches:
+        begins = len(text) >= _SHORTEST_ID
+        matches = [n for n in nodes if id(n) == text or (begins and id(n).startswith(text))]
     if len(matches) == 1:
         return matches[0]
     which = "several" if matches else "none"

@@ -13,6 +13,7 @@ from ....placement.errors import InvalidRequest
 from ....placement.ids import NodeId
 from ....placement.kv_bits import CHOICES, Choice
 from ....placement.options import PlanOptions, parse_split
+from ...machine.node_names import named_node
 from ..http.bodies import StrictBody, parse_body
 
 Count = Annotated[int, Field(ge=1, le=1024)]
@@ -100,21 +101,12 @@ def _value(name: str, text: str) -> object:
 
 
 def _resolved(field: str, names: Sequence[str], live: Sequence[NodeFacts]) -> list[NodeId]:
-    return [named_node(field, name, {node.id: node.name for node in live}) for name in names]
+    return [live_node(field, name, {node.id: node.name for node in live}) for name in names]
 
 
-def named_node(field: str, name: str, live: Mapping[NodeId, str]) -> NodeId:
-    """The node with that id or name. Raises InvalidRequest; `live`: the names of nodes by id."""
-    ids = [id for id in live if id == name] or [id for id, own in live.items() if own == name]
-    if len(ids) == 1:
-        return ids[0]
-    if ids:
-        raise InvalidRequest(
-            f"'{field}': {len(ids)} nodes are called {name}; name it by its id: "
-            f"{', '.join(sorted(ids))}",
-            param=field,
-        )
-    names = ", ".join(sorted(live.values()))
-    raise InvalidRequest(
-        f"'{field}': no live node is called {name}; there are {names}", param=field
+def live_node(field: str, name: str, live: Mapping[NodeId, str]) -> NodeId:
+    """The node with that name, or the beginning of its id. Raises InvalidRequest; `live`: the names
+    of nodes by id."""
+    return named_node(
+        name, [*live], name=live.__getitem__, id=str, group="the live nodes", param=field
     )

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from exo_node.node.api.forward import HeadForwarder, answer_forwarded
 from exo_node.node.api.http.session_api import SESSION_PATH, TICKET_PATH
-from exo_node.node.api.operations.plan_request import PlacementBody, named_node
+from exo_node.node.api.operations.plan_request import PlacementBody, live_node
 from exo_node.node.api.server import Services, build_app
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.timing import LOCAL
@@ -44,7 +44,7 @@ class Heads:
         return self.heads.pop(0) if len(self.heads) > 1 else self.heads[0]
 
     def node_elsewhere(self, name: str) -> NodeId | None:
-        node = named_node("node", name, {OLD: "mac-old", NEW: "mac-new", OWN: "mac-own"})
+        node = live_node("node", name, {OLD: "mac-old", NEW: "mac-new", OWN: "mac-own"})
         return None if node == OWN else node
 
     async def until_gone(self, node: NodeId) -> None:

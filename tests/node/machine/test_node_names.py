@@ -20,6 +20,7 @@ def named(text: str) -> tuple[str, str]:
         ("a", NODES[0]),
         ("b", NODES[1]),  # a name, though another id begins with it
         ("dfywlshsk", NODES[0]),
+        ("zz", NODES[3]),  # a whole id
     ],
 )
 def test_a_name_or_at_least_eight_characters_of_an_id(text: str, node: tuple[str, str]) -> None:
@@ -30,7 +31,7 @@ def test_a_name_or_at_least_eight_characters_of_an_id(text: str, node: tuple[str
     ("text", "which", "listed"),
     [
         *(("c", "several", "c"), ("dfywlshs", "several", "a")),
-        *((text, "none", "a") for text in ("d", "dfywlsh", "zz", "")),
+        *((text, "none", "a") for text in ("d", "dfywlsh", "z", "")),
     ],
 )
 def test_a_text_that_means_none_or_several_lists_the_nodes(
