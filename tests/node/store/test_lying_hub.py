@@ -46,7 +46,9 @@ def hub(tmp_path: Path) -> Iterator[FakeHub]:
 @pytest.fixture
 def victim(tmp_path: Path) -> Path:
     """A folder of a person, beside the cache, to which the lies lead."""
-    shutil.rmtree(ABSOLUTE, ignore_errors=True)  # of a run that failed
+    if os.path.isfile(ABSOLUTE):  # of a run that failed
+        os.unlink(ABSOLUTE)
+    shutil.rmtree(ABSOLUTE, ignore_errors=True)
     folder = tmp_path / "victim"
     folder.mkdir()
     _ = (folder / "profile").write_text("mine")
