@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 NAMED_S = 5.0
-REFUSED_S = 15.0
-REFUSED_SHARE = 0.04
+REFUSED_S = 20.0
+REFUSED_SHARE = 0.05
 
 _spent = defaultdict[str, float](float)
 """Seconds of CPU by file."""

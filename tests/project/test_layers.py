@@ -4,7 +4,6 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -226,16 +225,11 @@ class Import:
 
 def breaches(path: str, source: str) -> list[str]:
     """The forbidden imports and code in the file at `path` (such as `node/run.py`)."""
-    tree = _parsed(source)
+    tree = ast.parse(source)
     imports = [
         b for each in _imports(tree) for b in (*_of_rooms(path, each), *_of_libraries(path, each))
     ]
     return sorted({*imports, *_of_environment(path, tree), *_of_code(tree)})
-
-
-@cache
-def _parsed(source: str) -> ast.Module:
-    return ast.parse(source)
 
 
 def _imports(tree: ast.AST) -> Iterator[Import]:
@@ -364,7 +358,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     for name, path in modules.items():
         above = name.split("/")
         targets = (
-            (*above[: -each.level], *each.parts) for each in _imports(_parsed(path.read_text()))
+            (*above[: -each.level], *each.parts) for each in _imports(ast.parse(path.read_text()))
         )
         names = {"/".join(parts[:end]) for parts in targets for end in (len(parts) - 1, None)}
         graph[name] = (names & modules.keys()) - {name}
