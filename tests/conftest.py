@@ -89,6 +89,7 @@ SLOW_FILES = {
         "processes/test_join_nodes",
         "processes/test_node",
         "processes/test_measuring",
+        "processes/test_measuring_disturbed",
         "processes/test_cluster",
         "processes/test_dialects",
         "processes/test_choices",
