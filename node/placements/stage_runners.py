@@ -1,10 +1,13 @@
 """Stages wherever they are: this node's own directly, others' through their nodes."""
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
+from ...placement.cluster import layer_range
 from ...placement.errors import LoadFailed, PeerLost, PeerRefused, RemovalRefused
 from ...placement.ids import ModelId, NodeId, PlacementId
 from ...proto import peer_pb2 as pb
@@ -24,6 +27,8 @@ from ..store.prefix_folder import disk_bound, prefix_root
 from ..store.transfers import Progress as FilesProgress
 from .stage_specs import on_this_machine
 from .stages import Progress
+
+log = logging.getLogger(__name__)
 
 
 class LocalStages:
@@ -80,6 +85,9 @@ class LocalStages:
         prefixes = prefix_root(self._settings.data_dir)
         own.prefix_folder = str(prefixes)
         own.prefix_disk_bytes = disk_bound(prefixes, self._settings.prefix_disk_gb)
+        size = sum(each.stat().st_size for each in Path(own.path).glob("*.safetensors"))
+        layers = layer_range(own.first_layer, own.end_layer)
+        log.info("loading %s of %s, of %.0f MB on disk", layers, own.model, size / 1e6)
         return await self._profiling.load(
             own, files.fingerprint, lambda: self._supervisor.load(own, progress)
         )

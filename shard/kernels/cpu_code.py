@@ -4,6 +4,7 @@ The node checks that before it plans; the runner loads the code.
 """
 
 import hashlib
+import logging
 import platform
 import shutil
 import subprocess
@@ -14,6 +15,8 @@ from typing import Final
 
 from ...placement.cluster import OWN
 from .code_store import load_code, private_folder, store_code
+
+log = logging.getLogger(__name__)
 
 _TEXT: Final = Path(__file__).with_name("cpu_products.c")
 _OPTIONS: Final = (
@@ -62,6 +65,7 @@ def machine_code() -> bytes:
     path = folder / f"{key}.so" if folder else None
     if path and (code_on_disk := load_code(path)):
         return code_on_disk
+    log.info("compiling products for this CPU with %s, once for this machine", compiler)
     code = compile_library(compiler, text)
     if path:
         store_code(path, code)

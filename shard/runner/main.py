@@ -230,6 +230,8 @@ class Runner:
         if self._spec.measure_at_load and not measuring.is_done:
             self._report.progress(pb.LoadProgress(step="measuring, as EXO_MEASURE_AT_LOAD=1 says"))
             measuring.finish(self._report.count)
+        elif not measuring.is_done:
+            log.info("%s is not measured yet here; it is while no answer runs", self._spec.model)
 
     def _listen(self, server: grpc.aio.Server) -> list[pb.Address]:
         """Opens a port on each address that the node announces, the usual one first."""
