@@ -1,12 +1,11 @@
 """Measures a round of native MTP at the shapes of large models, with random weights.
 
     python bench/shapes.py 27B:4 35B-A3B:4 27B:16 [--repeats 30] [--prompt 2048]
-        [--variants plain ahead=1 rows=8 vocabulary=32768 head=4 rows=8,vocabulary=32768,head=4]
+        [--variants plain ahead=1 vocabulary=32768 head=4 vocabulary=32768,head=4]
         [--kernels mlx]
 
-Variants of the same weights: `rows` pads every decode forward (strict mode), `vocabulary` drafts
-from that many first ids, `head` quantises the draft head, `ahead` builds each round
-while the one before it runs.
+Variants of the same weights: `vocabulary` drafts from that many first ids, `head` quantises the
+draft head, `ahead` builds each round while the one before it runs.
 
 Ids are meaningless and acceptance is forced, so that a round with every draft accepted and one
 with none (which also replays the recurrent layers) are timed apart. Costs are in plain steps of the
@@ -117,7 +116,6 @@ class _Forced(Sampler):
 class ShapeVariant:
     """A way to run one model; 0 turns an option off."""
 
-    rows: int = 0
     vocabulary: int = 0
     head: int = 0
     ahead: int = 0
@@ -222,7 +220,6 @@ class ShapeModel:
             self.target,
             lambda: with_tapes(self.model.make_cache()),
             DraftModel(head, self._family.embed, logits),
-            fixed_rows=variant.rows,
             runs_ahead=bool(variant.ahead) or not k,
         )
         times: list[float] = []

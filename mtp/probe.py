@@ -30,8 +30,6 @@ from .seams import as_row
 from .targets import Target
 
 Identity = Literal["bitwise", "near_tie"]
-PADDING_ID = 0
-"""The id of padding rows in strict mode; any id would do, since their results are discarded."""
 PROMPT_ROWS = 24
 CONTEXTS = (PROMPT_ROWS, 1100, 4200)
 """Probed lengths of the context: backends change their attention kernels in between."""
@@ -215,43 +213,6 @@ def _noise(like: mx.array, rows: int, number: int) -> mx.array:
     return mx.random.normal(shape, like.dtype, key=mx.random.key(number)) * like.std()
 
 
-@dataclass(frozen=True, slots=True)
-class FixedRowsCheck:
-    """Whether strict mode is exact on this backend."""
-
-    holds: bool
-    reason: str = ""
-    """Why drafts must stay off in strict mode, with the remedy; empty if `holds`."""
-
-
-def fixed_rows_identity(subject: Subject, rows: int) -> Pieces[FixedRowsCheck]:
-    """Whether, with `rows` rows in every forward, a row's bits do not depend on how many of them
-    are real: logits, and caches with and without rejected rows.
-
-    Measured after a prompt of PROMPT_ROWS rows only, so that it does not detect a backend that
-    changes kernels with the length of the context.
-    """
-    yield
-    plain, mixed = subject.read(), subject.read()
-    ids = probe_ids(subject.vocabulary, 0, PROMPT_ROWS + rows * (rows + 3))
-    at, expected, results = PROMPT_ROWS, dict[int, mx.array](), list[tuple[int, int, mx.array]]()
-    for real in range(1, rows + 1):
-        for num_kept in sorted({1, real}):
-            yield
-            logits = _forward_padded(subject, ids[at : at + real], mixed, rows, num_kept)
-            results += [(real, at + i, logits[i]) for i in range(real)]
-            for i in range(at, at + num_kept):
-                yield
-                expected[i] = _forward_padded(subject, ids[i : i + 1], plain, rows, 1)[0]
-            at += num_kept
-            if not equal_arrays(live_arrays(plain), live_arrays(mixed)).item():
-                return FixedRowsCheck(False, _refusal("what it writes into the caches", real, rows))
-    for real, position, logits in results:
-        if position in expected and not mx.array_equal(expected[position], logits).item():
-            return FixedRowsCheck(False, _refusal("a row's logits", real, rows))
-    return FixedRowsCheck(True)
-
-
 def live_arrays(caches: Sequence[object]) -> list[mx.array]:
     """The arrays of caches, without attention rows that were rolled back."""
     arrays: list[mx.array] = []
@@ -272,26 +233,6 @@ def equal_arrays(some: Sequence[mx.array], others: Sequence[mx.array]) -> mx.arr
     for a, b in zip(some, others, strict=False):
         same &= mx.array_equal(a, b)
     return same
-
-
-def _forward_padded(
-    subject: Subject, ids: Sequence[int], caches: list[Any], rows: int, num_kept: int
-) -> mx.array:
-    """Runs a forward of `rows` rows, of which `ids` are real, keeps `num_kept`; returns logits."""
-    padding = [PADDING_ID] * (rows - len(ids))
-    logits = subject.target.forward(as_row([*ids, *padding]), caches, want="all").logits
-    if num_kept < rows:
-        rollback(caches, rows - num_kept)
-    mx.eval(logits)
-    return logits
-
-
-def _refusal(what: str, real: int, rows: int) -> str:
-    return (
-        f"in strict mode every forward has {rows} rows, and on this backend {what} still depend on "
-        f"whether {real} or 1 of them are real, so drafts could change the answer; unset "
-        "EXO_NATIVE_MTP_STRICT to draft all the same, and `exo-node verify` shows by how much"
-    )
 
 
 @dataclass(frozen=True, slots=True)

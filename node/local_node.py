@@ -118,7 +118,6 @@ class LocalNode:
             native_mtp_variable="" if fixed_mtp is None else str(int(fixed_mtp)),
             async_draft_eval=self.switches.value("native_mtp_async_draft_eval"),
             adaptive_draft=self.switches.value("native_mtp_adaptive"),
-            strict_rows=self.settings.native_mtp_strict,
             default_draft_tokens=self.settings.native_mtp_default_k,
             kv_bits=self.settings.kv_bits,
         )

@@ -170,7 +170,6 @@ SLOW_FILES = {
         "shard/pipeline/test_prefixes",
         "mtp/test_garbage_heads",
         "mtp/test_published_heads",
-        "shard/engine/test_strict",
         "shard/engine/test_rows_on_chips",
         "shard/model/test_families",
         "node/api/test_large_bodies",

@@ -178,7 +178,6 @@ def tell(
     replay: Sequence[Round] = (),
     ending: EndAt | None = None,
     runs_ahead: bool = False,
-    fixed_rows: int = 0,
     **fields: Any,
 ) -> TableAnswer:
     """Answers over tables to the end, or to what goes wrong; `draft` None decodes plainly.
@@ -199,7 +198,6 @@ def tell(
         head.model if head else None,
         chunk=prefill_chunk,
         runs_ahead=runs_ahead,
-        fixed_rows=fixed_rows,
     )
     steps, ends = list[Step](), list[FinishReason | BaseException]()
     request = bare_request(

@@ -23,7 +23,6 @@ VARIABLES: Final = (
     "EXO_ALLOWED_ORIGINS (pages that may use it), EXO_CLUSTER_KEY, "
     "EXO_NATIVE_MTP_ENABLED=0 (no multi-token prediction), EXO_NATIVE_MTP_ADAPTIVE=0 (always the "
     "default K), EXO_NATIVE_MTP_DEFAULT_K=2 (where K begins), "
-    "EXO_NATIVE_MTP_STRICT=1 (the same rows in every step, see `exo-node verify`), "
     "EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL=0, EXO_PREFIX_CACHE_ENABLED=0 (read every prompt in full), "
     "EXO_PREFIX_DISK_GB=20 (GB of prompts kept on disk over restarts; 0: none), "
     "EXO_BATCHING_ENABLED=0 (decode every request alone), EXO_PROMPT_LOOKUP_ENABLED=0 (copy no "

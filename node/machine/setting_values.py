@@ -28,8 +28,6 @@ _HOST_NAME: Final = re.compile(rf"(?=[^-].{{0,252}}\Z){_LABEL}(\.{_LABEL})*\.?")
 """Labels of at most 63 characters: Python refuses to look up any other name."""
 _ORIGIN: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[A-Za-z0-9_.\[\]:-]{1,253}")
 _MIN_MEMORY: Final = 1_000_000
-MAX_STRICT_ROWS: Final = 64
-"""The rows of a decode forward that can still be rolled back: the length of mtp's tapes."""
 LONGEST: Final = 10 * 365 * 86_400.0
 """The longest duration in seconds; a longer one has no end."""
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -169,15 +167,6 @@ def as_file(value: str | Path) -> Path:
     if not path.is_file():
         raise ValueError(f"{str(path)!r} is no file; create it or give another")
     return path
-
-
-def as_rows(value: str | int) -> int:
-    """0 (off), 1 (on), or a number of rows; true, yes, on and false, no, off mean 1 and 0."""
-    text = str(value).strip().lower()
-    if text in _TRUE | _FALSE:
-        return int(text in _TRUE)
-    refusal = f"is no number of rows; give 0 (off), 1 (on) or up to {MAX_STRICT_ROWS}"
-    return _whole(value, 0, MAX_STRICT_ROWS, refusal)
 
 
 def as_draft_tokens(value: str | int) -> int:

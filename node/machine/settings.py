@@ -37,7 +37,6 @@ from .setting_values import (
     as_path,
     as_peers,
     as_port,
-    as_rows,
     as_seconds,
     as_secret,
     as_switch,
@@ -90,9 +89,7 @@ class Settings(BaseModel):
     besides the data folder's `models` and the Hugging Face cache; `memory_limit` None takes the
     share that `hardware` allows. A `native_mtp_*` switch that is None is on and may be changed at
     run time; a variable fixes it. `native_mtp_default_k`: drafts a round of a request that
-    names no K, until depths can be compared; 0 takes each card's own. `native_mtp_strict`
-    (fixed-row execution) takes effect when a model is loaded: 1 takes the card's max_k + 1 rows,
-    more is the number of rows.
+    names no K, until depths can be compared; 0 takes each card's own.
     `profiles_file` need not exist. `keep_alive`: seconds after which an idle model is unloaded.
     `kv_bits`: bits of attention's caches, 0 for none, in place of each card's; None leaves it.
     `prefix_disk_gb`: GB of cached prefixes on disk; None takes a share of the free space.
@@ -132,7 +129,6 @@ class Settings(BaseModel):
     native_mtp_async_draft_eval: Switch | None = None
     native_mtp_adaptive: Switch | None = None
     native_mtp_default_k: Annotated[int, BeforeValidator(as_draft_tokens)] = 0
-    native_mtp_strict: Annotated[int, BeforeValidator(as_rows)] = 0
     load_timeout: Annotated[int, BeforeValidator(as_seconds)] = LOAD_TIMEOUT_S
     kernels: Annotated[Kernels, BeforeValidator(as_choice(get_args(Kernels)))] = "auto"
     timing: Annotated[Profile, BeforeValidator(as_choice(get_args(Profile)))] = "lan"
@@ -149,6 +145,13 @@ class Settings(BaseModel):
     keep_awake: Annotated[KeepAwake, BeforeValidator(as_choice(get_args(KeepAwake)))] | None = None
 
 
+_STRICT: Final = "EXO_NATIVE_MTP_STRICT"
+_STRICT_REFUSAL: Final = (
+    f"{_STRICT}: there is no strict mode any more: rows of products are computed in groups that "
+    "were measured to agree, and copied drafts only where a verify is exact; unset it. `exo-node "
+    "verify` shows what is exact on this machine, and EXO_NATIVE_MTP_ENABLED=0 decodes without "
+    "drafts of a head"
+)
 SOURCES: Final = {name: source_of(name) for name in Settings.model_fields}
 
 
@@ -181,6 +184,8 @@ def load_settings(
 
     Raises InvalidSettings, whose `param` is the flag or variable that supplied the bad value.
     """
+    if environ.get(_STRICT, "").strip():
+        raise InvalidSettings(_STRICT_REFUSAL, param=_STRICT)
     inputs = collect(Settings.model_fields, flags, environ)
     if inputs.by_flag("cluster_key_file"):
         inputs.values.pop("cluster_key", None)

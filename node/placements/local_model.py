@@ -106,7 +106,6 @@ def _spec(
         StageSettings(
             switches.value("native_mtp_async_draft_eval"),
             switches.value("native_mtp_adaptive"),
-            settings.native_mtp_strict,
             settings.native_mtp_default_k,
         ),
         switches.mtp(),

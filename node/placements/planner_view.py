@@ -181,7 +181,7 @@ class NodeFactsSource:
             async_eval = self._switches.value("native_mtp_async_draft_eval")
             adaptive = self._switches.value("native_mtp_adaptive")
         default_k = facts.default_draft_tokens
-        return StageSettings(async_eval, adaptive, facts.strict_rows, default_k)
+        return StageSettings(async_eval, adaptive, default_k)
 
     def _facts_of(self, node: NodeId) -> pb.NodeFacts | None:
         return next((m.facts for m in self._cluster.members() if m.id == node), None)

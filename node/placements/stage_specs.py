@@ -23,14 +23,8 @@ class StageSettings:
 
     async_draft_eval: bool = True
     adaptive_draft: bool = True
-    strict_rows: int = 0
-    """Strict mode: rows of every decode forward, at least max_k + 1, or 0 if it is off."""
     default_k: int = 0
     """EXO_NATIVE_MTP_DEFAULT_K, or 0 for each card's own."""
-
-    def rows_for(self, max_k: int) -> int:
-        """Rows of every decode forward of a model that may draft `max_k` tokens, or 0."""
-        return max(max_k + 1, self.strict_rows) if self.strict_rows else 0
 
 
 def build_specs(
@@ -73,7 +67,6 @@ def build_specs(
             native_mtp=not off,
             max_draft_tokens=mtp.max_k if mtp else 0,
             async_draft_eval=settings.async_draft_eval,
-            fixed_rows=settings.rows_for(mtp.max_k) if mtp else 0,
             draft_vocabulary=mtp.draft_vocabulary if mtp else 0,
             mtp_hidden=mtp.hidden if mtp else "",
             lease_s=lease_s,
@@ -112,8 +105,6 @@ def _lookup_refusal(settings: Settings) -> str:
             "prompt lookup is off by EXO_PROMPT_LOOKUP_ENABLED=0; set it to 1 and start the node "
             "again"
         )
-    if settings.native_mtp_strict:
-        return "EXO_NATIVE_MTP_STRICT gives all forwards the rows of the draft head's verify"
     return ""
 
 

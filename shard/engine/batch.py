@@ -10,7 +10,6 @@ from ...mtp.caches.batch_slots import order_of
 from ...mtp.caches.rollback import cache_arrays
 from ...mtp.drafting.batch_lookup import BatchPolicy
 from ...mtp.drafting.depth import LOOK_TOKENS, AdaptiveDepth, Plan
-from ...mtp.probe import PADDING_ID
 from ...mtp.seams import as_row
 from ...mtp.targets import Target
 from ...mtp.types import Round
@@ -43,18 +42,16 @@ class Batch:
         policy: BatchPolicy,
         clock: Callable[[], float],
         *,
-        fixed_rows: int = 0,
         counts_on_device: bool = False,
     ) -> None:
-        """`policy`: chooses the drafts of several requests. `fixed_rows`: strict mode's
-        rows of a forward, or 0. `counts_on_device`: whether rounds with drafts may be issued before
-        earlier ones are read, with row counts that only the device knows.
+        """`policy`: chooses the drafts of several requests. `counts_on_device`: whether rounds
+        with drafts may be issued before earlier ones are read, with row counts that only the device
+        knows.
         """
         self._target = target
         self._draft_model = draft_model
         self._policy = policy
         self._clock = clock
-        self._fixed_rows = fixed_rows
         self._counts_rows = counts_on_device
         self.requests: tuple[Request, ...] = tuple(joins)
         states = list(joins.values())
@@ -172,10 +169,9 @@ class Batch:
 
         `following`: the token after each of those rows. Evaluates all arrays.
         """
-        padding = [PADDING_ID] * max(0, self._fixed_rows - len(tokens))
         self._set_positions()
-        _, hidden = self._target.forward_batch(as_row([*tokens, *padding])[None], self._caches)
-        self.caches.keep(len(tokens) + len(padding), [kept_rows])
+        _, hidden = self._target.forward_batch(as_row(tokens)[None], self._caches)
+        self.caches.keep(len(tokens), [kept_rows])
         if self.drafter is not None and hidden is not None:
             after = as_row(following)[None]
             self.drafter.observe(hidden[:, :kept_rows], after, [kept_rows])
@@ -299,10 +295,7 @@ class Batch:
         drafts = plan.drafts(self.requests, of_head)
         if drafts is not None:
             rows = mx.concatenate([rows, drafts.tokens], axis=1)
-        padding = max(0, self._fixed_rows - k - 1)
-        logits, hidden = self._target.forward_batch(_padded(rows, padding), self._caches)
-        if padding:
-            logits, hidden = logits[:, : k + 1], None if hidden is None else hidden[:, : k + 1]
+        logits, hidden = self._target.forward_batch(rows, self._caches)
         verdict = verdict_of(self.requests, logits, drafts, limits, starts)
         flight = IssuedRound(
             self.requests, self, plan, limits, verdict, hidden, may_be_followed=not k or on_device
@@ -340,8 +333,7 @@ class Batch:
     ) -> None:
         """Commits a round before it is read. `last` (B, 1): the tokens that the next one begins
         with."""
-        width = max(tokens.shape[1], self._fixed_rows)
-        self.caches.keep(width, kept_rows)
+        self.caches.keep(tokens.shape[1], kept_rows)
         if self.drafter is not None and hidden is not None:
             self.drafter.observe(hidden, tokens, kept_rows, self._patience())
         self._tokens = last[:, 0]
@@ -350,8 +342,7 @@ class Batch:
                 request.sampler.commit(tokens[index])
 
     def _commit(self, flight: IssuedRound, kept_rows: Sequence[int]) -> None:
-        width = max(flight.width, self._fixed_rows)
-        self.caches.keep(width, kept_rows)
+        self.caches.keep(flight.width, kept_rows)
         if self.drafter is None or flight.hidden is None or not all(kept_rows):
             return
         self.drafter.observe(flight.hidden, flight.verdict.tokens, kept_rows, self._patience())
@@ -363,10 +354,3 @@ def _advance_plan(request: Request, k: int) -> None:
     if plan is None:
         return
     request.drafts.plan = Plan(0, plan.rounds - 1) if plan.k == k == 0 and plan.rounds > 1 else None
-
-
-def _padded(rows: mx.array, padding: int) -> mx.array:
-    if not padding:
-        return rows
-    rest = mx.full((rows.shape[0], padding), PADDING_ID, dtype=rows.dtype)
-    return mx.concatenate([rows, rest], axis=1)

@@ -161,7 +161,7 @@ class LocalExecutor:
             return self._replay_first(request), None
         batch = self._groups.of((request,))
         rounds = request.replay.log[request.replay.rebuilt : request.replay.rebuilt + REPORT_EVERY]
-        if request.replay.rows and not self.forms.fixed_rows:
+        if request.replay.rows:
             self._replay_merged(batch, request, rounds)
         else:
             self._replay_each(batch, request, rounds)
@@ -212,7 +212,6 @@ class LocalExecutor:
             joins,
             self.policy,
             self._clock,
-            fixed_rows=self.forms.fixed_rows,
             counts_on_device=self.forms.counts_on_device,
         )
 

@@ -71,15 +71,12 @@ class Measuring:
         clock: Callable[[], float],
         before_piece: Callable[[], None] = lambda: None,
         has_room: Callable[[int], bool] = lambda _: True,
-        *,
-        only_idle: bool = False,
     ) -> None:
         """Does what pieces have before their first yield: takes up what an earlier load measured.
 
         `make_pieces` makes those of all that is not measured yet. `before_piece`: makes the model
         ready for a piece between other forwards. `has_room`: whether so many bytes fit beside the
-        requests in progress; it reserves them. `only_idle`: whether a result may change requests in
-        progress.
+        requests in progress; it reserves them.
         """
         self._make_pieces = make_pieces
         self._pieces: Pieces[None] | None = make_pieces()
@@ -87,7 +84,6 @@ class Measuring:
         self._held_bytes = 0
         self._clock = clock
         self._before_piece = before_piece
-        self._only_idle = only_idle
         self._due_at = self._paused_until = clock()
         self._advance()
 
@@ -107,7 +103,7 @@ class Measuring:
         began_at = self._clock()
         if self.is_done or began_at < self._paused_until:
             return False
-        if not idle and (self._only_idle or began_at < self._due_at):
+        if not idle and began_at < self._due_at:
             return False
         try:
             mx.synchronize()

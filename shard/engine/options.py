@@ -19,8 +19,6 @@ class EngineOptions:
     async_draft_eval: bool = True
     max_draft_tokens: int = 0
     """The largest K that a request may ask for; ignored without a draft head."""
-    fixed_rows: int = 0
-    """Strict mode's rows of every decode forward, or 0."""
     draft_vocabulary: int = 0
     """Only ids below it are drafted, or all if it is 0."""
     prefix_cache_bytes: int = 0

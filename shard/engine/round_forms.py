@@ -6,7 +6,6 @@ from typing import Any, Final
 
 import mlx.core as mx
 
-from ...mtp.caches.rollback import can_roll_back
 from .states.cache_set import can_count_on_device
 
 COUNTS_ON_DEVICE: Final = frozenset({"traced_layer", "row_attention"})
@@ -25,8 +24,6 @@ def computes_asynchronously() -> bool:
 class RoundForms:
     """The forms of an engine's rounds. Measurements may take some back before its first request."""
 
-    fixed_rows: int = 0
-    """Strict mode's rows of a forward, or 0."""
     counts_on_device: bool = False
     """Whether rounds with drafts may be issued before the earlier ones are read."""
     overlaps: bool = False
@@ -36,7 +33,6 @@ class RoundForms:
     def of(
         cls,
         caches: Sequence[Any],
-        fixed_rows: int = 0,
         runs_ahead: bool | None = False,
         *,
         kernels: Collection[str] = (),
@@ -51,5 +47,4 @@ class RoundForms:
         overlaps = computes_asynchronously() if runs_ahead is None else runs_ahead
         is_exact = runs_ahead is not None or set(kernels) >= COUNTS_ON_DEVICE
         counts = overlaps and is_exact and drafts and can_count_on_device(caches)
-        padded = fixed_rows if can_roll_back(caches) else 0  # a rollback removes padding rows
-        return cls(padded, counts, overlaps)
+        return cls(counts, overlaps)

@@ -10,10 +10,11 @@ from ...mtp.batch_verdict import RowDrafts
 from ...mtp.drafting.batch_depth import DraftDemand
 from ...mtp.drafting.batch_lookup import BatchPolicy, CopyPlan, Offer
 from ...mtp.drafting.depth import AdaptiveDepth
-from ...mtp.probe import PADDING_ID
 from .request import Request
 
 NONE: Final = ()
+_UNUSED: Final = 0
+"""The id at places of a round for which a request has no draft."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class RoundPlan:
         """The drafts of all requests. `of_head`: the head's, where it runs."""
         if not any(self.copies):
             return of_head
-        rows = [[*copy, *[PADDING_ID] * (self.width - len(copy))] for copy in self.copies]
+        rows = [[*copy, *[_UNUSED] * (self.width - len(copy))] for copy in self.copies]
         tokens, finite = mx.array(rows, dtype=mx.int32), mx.ones((len(rows), self.width), mx.bool_)
         drawn = [
             request.sampler.copy(copy) if copy else None

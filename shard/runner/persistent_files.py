@@ -98,6 +98,5 @@ def _key(spec: pb.StageSpec, loaded: Loaded) -> DraftProfileKey:
         checkpoint=loaded.fingerprint,
         dtype=spec.dtype + (f", caches of {bits} bits" if bits else ""),
         mlx=" ".join((version("mlx"), version("mlx-lm"), *used(loaded.kernels))),
-        fixed_rows=spec.fixed_rows,
         draft_vocabulary=spec.draft_vocabulary,
     )

@@ -37,13 +37,11 @@ def bare_engine(
     draft_model: DraftModel | None = None,
     *,
     chunk: int = 512,
-    fixed_rows: int = 0,
     runs_ahead: bool = False,
 ) -> Engine:
     """An engine without prefixes, whose clock stands still so that its schedule is deterministic.
 
-    `runs_ahead`: rounds are issued before the earlier ones are read. `fixed_rows`: strict
-    mode's rows of a forward, or 0.
+    `runs_ahead`: rounds are issued before the earlier ones are read.
     """
 
     def clock() -> float:
@@ -54,7 +52,7 @@ def bare_engine(
         make_caches,
         draft_model,
         clock,
-        forms=RoundForms.of(make_caches(), fixed_rows, runs_ahead),
+        forms=RoundForms.of(make_caches(), runs_ahead),
     )
     depth = 2 if runs_ahead else 1
     scheduler = Scheduler(ROWS, chunk, depth=depth)

@@ -40,7 +40,7 @@ Model = Literal[
 with experts; as kernels compute it; and uneven, so that numbers depend on the rows of a forward, as
 on a GPU. The demo checkpoint is trained."""
 Dtype = Literal["float32", "bfloat16"]
-Way = Literal["alone", "overlapped", "batch", "stages", "strict", "prefix", "resumed"]
+Way = Literal["alone", "overlapped", "batch", "stages", "prefix", "resumed"]
 Option = Literal[
     "plain", "stop", "last", "seeded", "penalised", "logprobs", "grammar", "barred", "mixed"
 ]
@@ -53,7 +53,6 @@ Cut = Literal["first", "middle", "last"]
 CUTS: Final[tuple[Cut, ...]] = ("first", "middle", "last")
 CHUNK: Final = 32
 """Rows of a prompt's forward."""
-STRICT_ROWS: Final = 4
 FIRST_TURN: Final = 40
 """Rows that a prompt after a prefix shares with the one before it."""
 SECOND_TURN: Final = 70
@@ -84,8 +83,8 @@ DTYPES: Final[tuple[Dtype, ...]] = ("float32", "bfloat16")
 class Question:
     """A prompt and its options, of which one request alone decides the ids.
 
-    Its rounds draft `k` tokens and, if `strict`, have forwards of one size. Ids of `uneven` alone
-    depend on that; all others are those of plain decoding.
+    Its rounds draft `k` tokens. Ids of `uneven` alone depend on that; all others are those of plain
+    decoding.
     """
 
     model: Model
@@ -94,13 +93,12 @@ class Question:
     number: int
     turns: int = 1
     k: int = 0
-    strict: bool = False
 
     def __str__(self) -> str:
         parts = [self.model, self.dtype, self.option]
         parts += ["two turns" if self.turns == 2 else f"prompt {self.number}"]
         parts += [f"k{self.k}"] if self.k else []
-        return " ".join([*parts, *(["strict"] if self.strict else [])])
+        return " ".join(parts)
 
     @property
     def rows(self) -> int:
@@ -176,8 +174,7 @@ class Case:
         if self.way == "prefix":
             question = replace(question, turns=2)
         if self.model == "uneven":
-            strict = self.way == "strict"
-            question = replace(question, k=0 if strict else self.k, strict=strict)
+            question = replace(question, k=self.k)
         if not self.together:
             return [(question, self.k)]
         if self.option == "mixed":
@@ -216,7 +213,6 @@ def all_cases() -> list[Case]:
         *_overlapped(),
         *_batches(),
         *_stages(),
-        *_strict(),
         *_behind_prefixes(),
         *_resumed(),
         *_options(),
@@ -276,15 +272,6 @@ def _stages() -> Iterator[Case]:
     yield Case("stages", "uneven", stages=2)
 
 
-def _strict() -> Iterator[Case]:
-    for model in DRAFTING:
-        yield from (Case("strict", model, k=k) for k in (0, 2, 3))
-        yield Case("strict", model, "bfloat16", 3)
-    yield Case("strict", "hybrid", k=1)
-    yield from (Case("strict", "uneven", k=k) for k in (0, 2, 3))
-    yield Case("strict", "window")
-
-
 def _behind_prefixes() -> Iterator[Case]:
     for model in DRAFTING:
         yield from (Case("prefix", model, k=k) for k in range(4))
@@ -328,9 +315,6 @@ def _options() -> Iterator[Case]:
     yield Case("resumed", "uneven", option="logprobs", stages=2, cut="middle")
     yield Case("prefix", "uneven", k=2, option="logprobs")
     yield Case("prefix", "hybrid", k=3, option="seeded")
-    yield Case("strict", "uneven", k=2, option="logprobs")
-    yield from (Case("strict", "hybrid", k=k, option="seeded") for k in (0, 2, 3))
-    yield Case("strict", "hybrid", k=3, option="grammar")
 
 
 def _demo() -> Iterator[Case]:
@@ -338,7 +322,6 @@ def _demo() -> Iterator[Case]:
     yield from (Case("overlapped", "demo", k=k) for k in (2, 3))
     yield Case("batch", "demo", k=3, together=True)
     yield Case("stages", "demo", stages=2)
-    yield Case("strict", "demo", k=3)
     yield from (Case("prefix", "demo", k=k) for k in (0, 3))
     yield Case("resumed", "demo", k=3, cut="middle")
     yield Case("alone", "demo", k=2, option="grammar")

@@ -14,7 +14,6 @@ from cases import (
     CANCELLED_AT,
     FIRST_TURN,
     STEPS,
-    STRICT_ROWS,
     Case,
     Cut,
     Option,
@@ -150,16 +149,13 @@ class Driver:
 
 def reference(question: Question) -> Case:
     """The way to decode that decides the question's ids."""
-    way = "strict" if question.strict else "alone"
-    return Case(way, question.model, question.dtype, question.k)
+    return Case("alone", question.model, question.dtype, question.k)
 
 
 def whole_engine(case: Case) -> TextEngine:
     """An engine that holds the whole model, as the case's way needs it."""
     (part,) = loaded(case.model, case.dtype)
     stage_spec = spec_of(case.model, case.dtype)
-    if case.way == "strict":
-        stage_spec.fixed_rows = STRICT_ROWS
     if case.way == "prefix":
         (stage_spec.prefix_cache_bytes,) = room_of([part])
     # No clock decides who shares a forward.

@@ -39,7 +39,6 @@ TRACED: Final = (
     Case("prefix", "full", k=3),
     Case("resumed", "hybrid", k=2, cut="middle"),
     Case("stages", "window", stages=2),
-    Case("strict", "quantised", k=3),
     Case("alone", "hybrid", k=2, option="grammar"),
     Case("batch", "hybrid", k=3, option="mixed", together=True),
 )

@@ -12,17 +12,16 @@ from exo_node.node.machine.settings import installed_distributions, load_setting
 @pytest.mark.parametrize(
     ("variable", "value", "expected"),
     [
-        ("EXO_OFFLINE", "1", ("", True, True, 0, 0)),
-        ("EXO_NATIVE_MTP_ENABLED", "0", ("0", True, True, 0, 0)),
-        ("EXO_NATIVE_MTP_ENABLED", "1", ("1", True, True, 0, 0)),
-        ("EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL", "0", ("", False, True, 0, 0)),
-        ("EXO_NATIVE_MTP_ADAPTIVE", "0", ("", True, False, 0, 0)),
-        ("EXO_NATIVE_MTP_STRICT", "16", ("", True, True, 16, 0)),
-        ("EXO_NATIVE_MTP_DEFAULT_K", "2", ("", True, True, 0, 2)),
+        ("EXO_OFFLINE", "1", ("", True, True, 0)),
+        ("EXO_NATIVE_MTP_ENABLED", "0", ("0", True, True, 0)),
+        ("EXO_NATIVE_MTP_ENABLED", "1", ("1", True, True, 0)),
+        ("EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL", "0", ("", False, True, 0)),
+        ("EXO_NATIVE_MTP_ADAPTIVE", "0", ("", True, False, 0)),
+        ("EXO_NATIVE_MTP_DEFAULT_K", "2", ("", True, True, 2)),
     ],
 )
 def test_each_switch_changes_the_fact_that_it_names_and_no_other(
-    variable: str, value: str, expected: tuple[str, bool, bool, int, int], tmp_path: Path
+    variable: str, value: str, expected: tuple[str, bool, bool, int], tmp_path: Path
 ) -> None:
     settings = load_settings({"data_dir": str(tmp_path)}, {variable: value})
     hardware = detect_hardware(installed_distributions(), 2 * 10**9)
@@ -31,7 +30,6 @@ def test_each_switch_changes_the_fact_that_it_names_and_no_other(
         facts.native_mtp_variable,
         facts.async_draft_eval,
         facts.adaptive_draft,
-        facts.strict_rows,
         facts.default_draft_tokens,
     )
     assert message == expected

@@ -134,7 +134,7 @@ def _settings(request: BenchRequest, spec: pb.StageSpec) -> dict[str, object]:
         "lookup",
         "against_mlx_lm",
     )
-    spec_fields = ("context_length", "prefill_chunk", "fixed_rows", "draft_vocabulary")
+    spec_fields = ("context_length", "prefill_chunk", "draft_vocabulary")
     return {
         "prompts": "bundled" if request.prompts is None else Path(request.prompts).name,
         **{name: getattr(request, name) for name in request_fields},

@@ -1,8 +1,8 @@
 """Measurements of a model on this machine, which outlive restarts in one small file.
 
 Costs and acceptance for adaptive drafting, `greedy_identity`, `batch_identity`, and copied drafts.
-The key of a profile names everything that decides them: device, checkpoint, dtype, kernels
-(versions of MLX and mlx-lm) and the rows of strict mode. A profile holds no text and no token.
+The key of a profile names everything that decides them: device, checkpoint, dtype and
+kernels (versions of MLX and mlx-lm). A profile holds no text and no token.
 """
 
 import hashlib
@@ -40,7 +40,6 @@ class DraftProfileKey:
     checkpoint: str
     dtype: str
     mlx: str
-    fixed_rows: int
     draft_vocabulary: int
 
     @property

@@ -29,7 +29,6 @@ from .probing import (
     batching_refusal,
     probe_batch_identity,
     probe_costs,
-    probe_fixed_rows,
     probe_identity,
 )
 
@@ -84,17 +83,6 @@ class ModelMeasurements:
         context = options.context_length
         self.subject = Subject(target, make_caches, vocabulary, context, clock, make_drafter)
 
-    @property
-    def fixed_rows(self) -> int:
-        """Rows of each decode forward in strict mode, or 0 if rows are not padded."""
-        return self._forms.fixed_rows if isinstance(self._forms, RoundForms) else 0
-
-    @property
-    def drafts_are_exact(self) -> bool:
-        """Whether a verify of drafts has the bits of single steps. Strict mode has forwards of one
-        size, which `identity` does not cover."""
-        return self.identity == "bitwise" and not self.fixed_rows
-
     def begin(self) -> Measuring:
         """Takes up what the profile has of both identities, of copies and of the costs of rounds
         for the largest K. What it lacks is refused to requests until `step` has measured it.
@@ -103,15 +91,9 @@ class ModelMeasurements:
             self._drafting.off_reason = NOT_MEASURED
         if not self.batching_reason:
             self.batching_reason = NOT_MEASURED
-        # Strict mode may turn out not to hold, which changes the rows of every forward.
-        only_idle = bool(self.fixed_rows)
         positions = self.subject.target.rope_positions
         self._measuring = Measuring(
-            self._pieces,
-            self._clock,
-            lambda: positions.set_deltas([0]),
-            self._has_room,
-            only_idle=only_idle,
+            self._pieces, self._clock, lambda: positions.set_deltas([0]), self._has_room
         )
         return self._measuring
 
@@ -127,7 +109,7 @@ class ModelMeasurements:
         k = self._drafting.max_k
         guard = Attempts(self.profile.path).guard
         parts = [
-            guard("drafts", self._measure_drafts(k), self._refuse_drafts),
+            guard("drafts", self._measure_drafts(k), self._refuse_head),
             guard("batches", self._measure_batches(k), self._refuse_batches),
         ]
         if isinstance(self._forms, RoundForms) and self._forms.counts_on_device:
@@ -154,26 +136,17 @@ class ModelMeasurements:
             return
         reason = ""
         try:
-            if rows := self.fixed_rows:
-                reason = yield from probe_fixed_rows(self.subject, rows)
-                self.identity = "off" if reason else "bitwise"
-            else:
-                self.identity = yield from repeated(
-                    lambda: probe_identity(self.subject, k, self.profile)
-                )
+            self.identity = yield from repeated(
+                lambda: probe_identity(self.subject, k, self.profile)
+            )
         except MODEL_FAULTS as fault:  # only the probe's own state is lost
             reason = f"drafts cannot be measured here ({headline(fault)})"
             log.warning("%s: nothing is drafted", reason)
         self._drafting.off_reason = ""
         self._drafting.is_near_tie = self._lookup.is_near_tie = self.identity == "near_tie"
         if reason:
-            self._refuse_drafts(reason)
+            self._refuse_head(reason)
         self.profile.save(at_once=True)
-
-    def _refuse_drafts(self, reason: str) -> None:
-        if isinstance(self._forms, RoundForms):
-            self._forms.fixed_rows = 0
-        self._refuse_head(reason)
 
     def _refuse_head(self, reason: str) -> None:
         if self._drafting.max_k:
@@ -197,7 +170,7 @@ class ModelMeasurements:
         if not k or self._drafting.off_reason:
             return
         try:
-            yield from repeated(lambda: probe_costs(self.subject, k, self.fixed_rows, self.profile))
+            yield from repeated(lambda: probe_costs(self.subject, k, self.profile))
         except MODEL_FAULTS as fault:  # only the probe's own state is lost
             self._drafting.off_reason = f"this model's head cannot draft here ({headline(fault)})"
             log.warning("%s: nothing is drafted", self._drafting.off_reason)

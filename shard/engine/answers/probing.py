@@ -13,7 +13,6 @@ from ....mtp.probe import (
     PROMPT_ROWS,
     Subject,
     exact_widths,
-    fixed_rows_identity,
     greedy_identity,
     measure_costs,
 )
@@ -26,8 +25,6 @@ REPEATS = 3
 
 def batching_refusal(options: EngineOptions, caches: Sequence[object]) -> str:
     """Why requests share no forwards; empty where they may. `caches`: one request's, by layer."""
-    if options.fixed_rows:
-        return "strict mode computes each request by forwards of its own"
     if not options.batching:
         return "EXO_BATCHING_ENABLED is 0"
     if unbatchable := {type(cache).__name__ for cache in caches if not can_batch([cache])}:
@@ -114,21 +111,12 @@ def probe_shared_copies(
     return profile.shared_copies
 
 
-def probe_fixed_rows(subject: Subject, rows: int) -> Pieces[str]:
-    """Why drafts must stay off in strict mode with `rows` rows in each forward; "" where it is
-    exact. Measured at each load, since strict mode is for users who want a fresh proof."""
-    check = yield from fixed_rows_identity(subject, rows)
-    return "" if check.holds else check.reason
-
-
-def probe_costs(subject: Subject, k: int, fixed_rows: int, profile: DraftProfile) -> Pieces[None]:
+def probe_costs(subject: Subject, k: int, profile: DraftProfile) -> Pieces[None]:
     """Measures the seconds of rounds of up to `k` drafts, unless the profile has them."""
     if len(profile.costs.probed) > k:
         return
     ids = [(11 * i + 5) % subject.vocabulary for i in range(PROMPT_ROWS)]
     costs = yield from measure_costs(subject, ids, k, REPEATS)
-    # In strict mode a plain step has as many rows as the largest verify.
-    verify = [costs.verify[-1]] * len(costs.verify) if fixed_rows else costs.verify
-    rounds = [a + b for a, b in zip(verify, (0.0, *costs.draft), strict=True)]
+    rounds = [a + b for a, b in zip(costs.verify, (0.0, *costs.draft), strict=True)]
     cells = {(bucket, depth): seconds for bucket, depth, seconds in profile.costs.cells()}
     profile.costs = RoundCosts(rounds, cells)

@@ -53,7 +53,7 @@ AFTER_FAULT: Final = "restarted after a fault, it shares no forward that may fai
 SCORED_ROWS: Final = 256
 """Rows of a forward whose tokens get log-probabilities: of as many rows it has all logits at once,
 which are 256 MiB for a vocabulary of 262,144."""
-NO_PROFILE = DraftProfileKey("", "", "", "", 0, 0)
+NO_PROFILE = DraftProfileKey("", "", "", "", 0)
 
 
 class TextEngine:
@@ -122,9 +122,8 @@ class TextEngine:
         self.measurements = self._measurements(forms, profile)
 
     def _round_forms(self, caches: Sequence[object], runs_ahead: bool | None) -> RoundForms:
-        rows = self._options.fixed_rows
-        drafts = self._options.async_draft_eval and not rows
-        return RoundForms.of(caches, rows, runs_ahead, kernels=self._kernels, drafts=drafts)
+        drafts = self._options.async_draft_eval
+        return RoundForms.of(caches, runs_ahead, kernels=self._kernels, drafts=drafts)
 
     def _measurements(self, forms: RoundForms, profile: DraftProfile) -> ModelMeasurements:
         return ModelMeasurements(
@@ -285,7 +284,7 @@ class TextEngine:
             ),
             replay=ReplayProgress(
                 parameters.replay,
-                self.drafting.max_k + 1 if measured.drafts_are_exact else 0,
+                self.drafting.max_k + 1 if measured.identity == "bitwise" else 0,
             ),
             loop_guard=parameters.loop_guard(),
             images=self._prompt_images(parameters),

@@ -1,4 +1,4 @@
-"""Checks of answers with and without drafts (greedy, strict, seeded) and of sampled tokens."""
+"""Checks of answers with and without drafts (greedy, seeded) and of sampled tokens."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ....mtp.caches.batch_caches import can_batch
-from ....mtp.probe import FixedRowsCheck
 from ....mtp.sampler import Sampler
 from ....mtp.sampling import Noise, TargetDistribution
 from ....mtp.seams import as_row
@@ -175,29 +174,6 @@ def check_batch(
         return Check("batch", "differs", f"{where}, each first at a near tie", numbers)
     summary = f"{where}, and near ties do not explain it: requests change each other"
     return Check("batch", "defect", summary, numbers)
-
-
-def check_strict(
-    subject: ModelUnderTest, prompts: Sequence[Sequence[int]], tokens: int, fixed: FixedRowsCheck
-) -> Check:
-    """Checks that in strict mode no answer differs."""
-    if subject.draft_model is None:
-        return Check("strict", "skipped", subject.no_drafts, {})
-    if not fixed.holds:
-        reason = "strict mode turns drafts off here (see fixed_rows)"
-        return Check("strict", "skipped", reason, {})
-    rows = subject.max_k + 1
-    differences: list[int | None] = []
-    for prompt in prompts:
-        runs = (answer(subject, prompt, k, tokens, fixed_rows=rows) for k in (0, subject.max_k))
-        plain, drafted = (ids_of(run) for run in runs)
-        differences.append(first_difference(plain, drafted))
-    numbers = {"rows": rows, "k": subject.max_k, "tokens": tokens, "first_difference": differences}
-    if all(at is None for at in differences):
-        summary = f"with {rows} rows in every forward, K=0 and K={subject.max_k} answer the same"
-        return Check("strict", "ok", summary, numbers)
-    summary = "answers with and without drafts differ although every forward has the same rows"
-    return Check("strict", "defect", summary, numbers)
 
 
 def check_seeded(

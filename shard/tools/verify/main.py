@@ -133,19 +133,14 @@ def run_checks(
     chain = numbers.chain_of(subject, prompts[0], plain)
     blocks, differences = numbers.check_blocks(subject, chain)
     yield blocks
-    note("checking rollback and fixed rows")
-    fixed_rows, fixed = numbers.check_fixed_rows(subject)
-    rollback = numbers.check_rollback(subject, chain, fixed_rows_hold=fixed.holds)
-    yield rollback
-    yield fixed_rows
+    note("checking rollback")
+    yield numbers.check_rollback(subject, chain)
     note("checking answers")
     exact = blocks.finding == "ok"
     tau = max(each.tau for each in differences)
     yield answers.check_greedy(subject, prompts, effort.tokens, tau, bitwise=exact)
     largest = max(differences, key=lambda each: each.tau)
     yield answers.check_batch(subject, chain, prompts, effort.tokens, largest)
-    strict = prompts[:1] if exact else prompts  # if all is exact anyway, one shows that it runs
-    yield answers.check_strict(subject, strict, effort.tokens, fixed)
     yield answers.check_seeded(subject, prompts, effort.tokens // 2, bitwise=exact)
     note("checking what sampling draws")
     yield answers.check_marginals(subject, chain, effort.samples)

@@ -1,6 +1,5 @@
-"""Checks of numbers: blocks, rollback and fixed rows against single steps."""
+"""Checks of numbers: blocks and rollback against single steps."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -10,14 +9,7 @@ import mlx.core as mx
 from ....mtp.caches.batch_caches import left_aligned
 from ....mtp.caches.positions import Positions
 from ....mtp.caches.rollback import holds_rows, row_count
-from ....mtp.pieces import result_of
-from ....mtp.probe import (
-    LONGEST_PROBED,
-    FixedRowsCheck,
-    Subject,
-    fixed_rows_identity,
-    live_arrays,
-)
+from ....mtp.probe import live_arrays
 from ....mtp.sampling import greedy_token
 from ....mtp.seams import as_ids, as_row
 from .report import Check, Finding, finite
@@ -171,21 +163,7 @@ def floor_of(by_width: Sequence[mx.array]) -> int:
     return floor
 
 
-def check_fixed_rows(subject: ModelUnderTest) -> tuple[Check, FixedRowsCheck]:
-    """Checks whether strict mode is exact on this machine."""
-    rows = subject.max_k + 1
-    measured = Subject(
-        subject.target, subject.make_caches, subject.vocabulary, LONGEST_PROBED, time.perf_counter
-    )
-    fixed = result_of(fixed_rows_identity(measured, rows))
-    summary = f"with {rows} rows in every forward, how many are real changes nothing: strict holds"
-    if not fixed.holds:
-        summary = fixed.reason
-    numbers = {"rows": rows, "holds": fixed.holds}
-    return Check("fixed_rows", "ok" if fixed.holds else "differs", summary, numbers), fixed
-
-
-def check_rollback(subject: ModelUnderTest, chain: ReferenceRun, *, fixed_rows_hold: bool) -> Check:
+def check_rollback(subject: ModelUnderTest, chain: ReferenceRun) -> Check:
     """Checks that a rollback leaves no trace of the dropped rows.
 
     Two runs reject different drafts. They must stay equal bit for bit if a row's numbers do not
@@ -198,9 +176,10 @@ def check_rollback(subject: ModelUnderTest, chain: ReferenceRun, *, fixed_rows_h
     if same and near:
         summary = "rejected rows leave no trace, however many of a block are kept"
         return Check("rollback", "ok", summary, numbers)
-    if near and not fixed_rows_hold and all(each["positions_fit"] for each in per_k):
+    positions_fit = all(each["positions_fit"] for each in per_k)
+    if near and positions_fit and _rows_see_later_ones(subject, chain):
         summary = (
-            "rows depend on their neighbours here (see fixed_rows), so rejected ones are seen, by "
+            "rows of a block depend on those after them here, so rejected ones are seen, by "
             "no more than rounding explains"
         )
         return Check("rollback", "differs", summary, numbers)
@@ -240,6 +219,20 @@ def _compare_rollbacks(subject: ModelUnderTest, chain: ReferenceRun, k: int) -> 
     first = 2 * k + 1  # the first row after a rollback
     near = compare(chain.logits[first : one.shape[0]], one[first:])
     return {"k": k, "bitwise": bitwise, "positions_fit": positions_fit, **near.numbers()}
+
+
+def _rows_see_later_ones(subject: ModelUnderTest, chain: ReferenceRun) -> bool:
+    """Whether logits of a block's rows depend on the ids after them, before any is taken back."""
+    width = subject.max_k + 1
+    for count in range(1, width):
+        rows = list[mx.array]()
+        for wrong in (1, subject.vocabulary // 2):
+            later = [(token + wrong) % subject.vocabulary for token in chain.ids[count:width]]
+            block = [*chain.ids[:count], *later]
+            rows.append(Forwards(subject, chain.prompt).logits(block)[:count])
+        if not mx.array_equal(rows[0], rows[1]).item():
+            return True
+    return False
 
 
 def rows_for_rollback(k: int) -> int:

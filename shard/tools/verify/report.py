@@ -24,8 +24,7 @@ _SENTENCES: Final[Mapping[Verdict, str]] = {
     "near_tie": (
         "Exact but for near ties: this machine's kernels round differently for blocks than for "
         "single rows, so a greedy answer may take the other of two about equally likely tokens. "
-        "EXO_NATIVE_MTP_STRICT=1 gives the same answer with and without drafts where the line "
-        "fixed_rows says ok."
+        "EXO_NATIVE_MTP_ENABLED=0, or num_draft_tokens 0 in a request, decodes without drafts."
     ),
     "defect": (
         "A defect: answers are not what they must be. Please send us the report (`--json FILE`), "

@@ -101,7 +101,6 @@ def answers_together(
     tokens: int,
     *,
     sampling: Sampling | None = None,
-    fixed_rows: int = 0,
     top: int | None = None,
 ) -> list[tuple[Round, ...]]:
     """The rounds of answers of exactly `tokens` tokens, computed in one batch.
@@ -113,8 +112,7 @@ def answers_together(
         subject.make_caches,
         subject.draft_model,
         chunk=subject.chunk,
-        fixed_rows=fixed_rows,
-        runs_ahead=subject.runs_ahead and not fixed_rows,
+        runs_ahead=subject.runs_ahead,
     )
     requests = [
         bare_request(
@@ -137,11 +135,8 @@ def answer(
     tokens: int,
     *,
     sampling: Sampling | None = None,
-    fixed_rows: int = 0,
     top: int | None = None,
 ) -> tuple[Round, ...]:
     """The rounds of one answer, as `answers_together` computes it."""
-    (rounds,) = answers_together(
-        subject, [prompt], k, tokens, sampling=sampling, fixed_rows=fixed_rows, top=top
-    )
+    (rounds,) = answers_together(subject, [prompt], k, tokens, sampling=sampling, top=top)
     return rounds

@@ -83,9 +83,6 @@ def test_an_empty_variable_counts_as_unset() -> None:
         ("EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL", "yes", "native_mtp_async_draft_eval", True),
         ("EXO_NATIVE_MTP_ADAPTIVE", "0", "native_mtp_adaptive", False),
         ("EXO_NATIVE_MTP_DEFAULT_K", " 3 ", "native_mtp_default_k", 3),
-        ("EXO_NATIVE_MTP_STRICT", "1", "native_mtp_strict", 1),
-        ("EXO_NATIVE_MTP_STRICT", "off", "native_mtp_strict", 0),
-        ("EXO_NATIVE_MTP_STRICT", "8", "native_mtp_strict", 8),
         ("EXO_PREFIX_CACHE_ENABLED", "0", "prefix_cache_enabled", False),
         ("EXO_PREFIX_DISK_GB", "0", "prefix_disk_gb", 0.0),
         ("EXO_PREFIX_DISK_GB", " 1.5 ", "prefix_disk_gb", 1.5),
@@ -132,7 +129,6 @@ _BAD_VARIABLES: dict[str, tuple[str, ...]] = {
     "native_mtp_enabled": ("nope",),
     "native_mtp_async_draft_eval": ("?",),
     "native_mtp_default_k": ("0", "9", "two"),
-    "native_mtp_strict": ("65",),
     "kv_bits": ("3", "-8", "on"),
     "prefix_disk_gb": ("4GB", "-1", "nan"),
     "load_timeout": ("0",),
@@ -384,3 +380,11 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     _ = (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InvalidSettings, match="binary"):
         take_environment_file(tmp_path / "binary")
+
+
+@pytest.mark.parametrize("value", ["0", "1", " on ", "8"])
+def test_strict_mode_is_refused_with_the_remedy(value: str) -> None:
+    with pytest.raises(InvalidSettings, match=r"no strict mode any more.*unset it") as refused:
+        _ = load_settings({}, {"EXO_NATIVE_MTP_STRICT": value})
+    assert refused.value.param == "EXO_NATIVE_MTP_STRICT"
+    _ = load_settings({}, {"EXO_NATIVE_MTP_STRICT": " "})

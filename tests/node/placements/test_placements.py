@@ -17,7 +17,6 @@ from exo_node.node.machine.tasks import background
 from exo_node.node.machine.timing import LOCAL
 from exo_node.node.placements.head_watch import HeadWatch
 from exo_node.node.placements.placements import Placements
-from exo_node.node.placements.stage_specs import StageSettings
 from exo_node.node.placements.state import LiveNode
 from exo_node.placement.ids import ModelId, NodeId, PlacementId
 from exo_node.placement.options import PlanOptions
@@ -115,8 +114,3 @@ def test_a_task_in_the_background_says_how_it_failed(caplog: pytest.LogCaptureFi
         asyncio.run(scenario())
     assert "the work ended by an error" in caplog.text
     assert "the reason" in caplog.text
-
-
-@pytest.mark.parametrize(("setting", "rows"), [(0, 0), (1, 4), (2, 4), (8, 8)])
-def test_strict_rows_are_at_least_a_round_of_the_most_drafts(setting: int, rows: int) -> None:
-    assert StageSettings(strict_rows=setting).rows_for(max_k=3) == rows

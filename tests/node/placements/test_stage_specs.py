@@ -122,8 +122,6 @@ def without_own(spec: pb.StageSpec) -> pb.StageSpec:
     "variables",
     [
         {},
-        {"EXO_NATIVE_MTP_STRICT": "1"},
-        {"EXO_NATIVE_MTP_STRICT": "16"},
         {"EXO_NATIVE_MTP_ENABLED": "0"},
         {"EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL": "0"},
         {"EXO_DTYPE": "bfloat16"},
@@ -138,8 +136,6 @@ def test_the_commands_examine_what_a_node_runs(variables: dict[str, str], tmp_pa
     examined = resolve("demo", settings, installed_distributions()).spec
     run = asyncio.run(of_a_node(environment, tmp_path))
     assert without_own(examined) == without_own(run)
-    if rows := variables.get("EXO_NATIVE_MTP_STRICT"):
-        assert run.fixed_rows >= int(rows)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +144,6 @@ def test_the_commands_examine_what_a_node_runs(variables: dict[str, str], tmp_pa
         ({}, ""),
         ({"EXO_NATIVE_MTP_ENABLED": "0"}, ""),  # a switch of its own
         ({"EXO_PROMPT_LOOKUP_ENABLED": "0"}, "EXO_PROMPT_LOOKUP_ENABLED=0"),
-        ({"EXO_NATIVE_MTP_STRICT": "1"}, "EXO_NATIVE_MTP_STRICT"),
     ],
 )
 def test_a_machine_decides_whether_it_copies_and_says_why_not(

@@ -152,15 +152,8 @@ def test_one_alone_never_sees_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert got.stats.batched_tokens == 0 and got.stats.batch_size == 1
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"batching": False}, "EXO_BATCHING_ENABLED is 0"),
-        ({"fixed_rows": 4}, "strict mode computes each request by forwards of its own"),
-    ],
-)
-def test_what_is_not_batched_says_why(changes: dict[str, Any], reason: str) -> None:
-    served = engine(**changes)
+def test_what_is_not_batched_says_why() -> None:
+    served, reason = engine(batching=False), "EXO_BATCHING_ENABLED is 0"
     readers = [Reader(request(prompt(i), 1, 8)) for i in range(2)]
     driven(served, readers)
     for reader in readers:

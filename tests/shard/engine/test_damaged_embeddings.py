@@ -83,17 +83,16 @@ def test_a_refused_draft_without_numbers_ends_no_answer(
     assert drafted.ids == plain.ids and len(plain.ids) == TOKENS
 
 
-@pytest.mark.parametrize("fixed_rows", [0, 4], ids=["", "strict"])
 @pytest.mark.parametrize("k", [1, 3])
 def test_a_chosen_token_without_numbers_ends_the_answer_where_plain_decoding_ends(
-    monkeypatch: pytest.MonkeyPatch, k: int, fixed_rows: int
+    monkeypatch: pytest.MonkeyPatch, k: int
 ) -> None:
     ids = answer(engine(), request(PROMPT, 0, TOKENS, ignore_eos=True)).ids
     token = next(t for t in ids[8:] if t not in PROMPT)
     damage(monkeypatch, token)
     readers = [Reader(request(PROMPT, n, TOKENS, ignore_eos=True)) for n in (0, k)]
     for reader in readers:
-        together(engine(fixed_rows=fixed_rows), [reader])
+        together(engine(), [reader])
         assert isinstance(reader.fault, NumericError)
     plain, drafted = readers
     assert drafted.ids == plain.ids == list(ids[: ids.index(token) + 1])

@@ -1,4 +1,4 @@
-"""The engine's modes on the small model: adaptive depth, strict rows, log-probabilities."""
+"""The engine's modes on the small model: adaptive depth, log-probabilities."""
 
 import functools
 from collections.abc import Iterator
@@ -8,7 +8,6 @@ import mlx.core as mx
 import pytest
 from engines import Answer, answer, engine_of, load_quietly, request
 from long_runs import watched_heads
-from shims import Key, by_contents, perturb
 from small import PROMPT, small_engine, small_spec
 
 from exo_node.mtp.drafting.costs import RoundCosts
@@ -18,11 +17,10 @@ from exo_node.shard.engine.answers.draft_profile import (
     DraftProfileKey,
     MeasuredIdentity,
 )
-from exo_node.shard.engine.answers.events import Delta
 from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.options import EngineOptions
 
-KEY = DraftProfileKey("a test", "", "float32", "", 0, 0)
+KEY = DraftProfileKey("a test", "", "float32", "", 0)
 
 
 @pytest.fixture(scope="module")
@@ -121,39 +119,6 @@ def test_loading_measures_what_rounds_cost_and_keeps_all_of_it(
     got = answer(probed, request(PROMPT, 2, 40, adaptive_draft=True))
     assert got.ids == plain_ids(engine)[:40]
     assert sum(got.stats.draft_k_histogram) == len(got.rounds) - 1
-
-
-# ---------------------------------------------------------------- strict
-
-
-def strict_engine(shim: Key) -> TextEngine:
-    stage_spec = small_spec(native_mtp=True, fixed_rows=4)
-    loaded = load_quietly(stage_spec)
-    assert perturb(loaded.model.model, shim)
-    engine = engine_of(loaded, stage_spec)
-    engine.measurements.measure()
-    return engine
-
-
-def watched(engine: TextEngine, k: int) -> tuple[int, ...]:
-    """The ids of an answer while its memory is asked for between all of its events."""
-    ids: list[int] = []
-    for event in engine.generate(request(PROMPT, k, 24, ignore_eos=True)):
-        _ = engine.cache_bytes()
-        if isinstance(event, Delta):
-            ids += event.round.tokens
-    return tuple(ids)
-
-
-def test_where_fixed_rows_do_not_hold_the_head_is_off_with_the_reason() -> None:
-    engine = strict_engine(by_contents)
-    assert "strict" in engine.drafting.off_reason
-    assert watched(engine, 1) == watched(engine, 0)
-    got = answer(engine, request(PROMPT, 1, 24))
-    assert (got.stats.num_draft_tokens, got.stats.drafting_reason) == (
-        0,
-        engine.drafting.off_reason,
-    )
 
 
 # ---------------------------------------------------------------- log-probabilities

@@ -311,7 +311,7 @@ def test_where_kernels_keep_states(length: int, ahead: bool) -> None:
     assert length > 3 or {r.accepted for r in shared} > {0, 3}
 
 
-PROFILE = DraftProfileKey("chip", "f" * 64, "float32", "0", 0, 0)
+PROFILE = DraftProfileKey("chip", "f" * 64, "float32", "0", 0)
 
 
 def test_widths_of_batches_are_measured_once(tmp_path: Path) -> None:
@@ -370,10 +370,3 @@ def test_where_batches_are_inexact_requests_copy_alone_and_say_why() -> None:
         assert reader.end is not None and shared_copies(reader) == 0
         assert reader.end.stats.lookup_reason == NOT_EXACT_TOGETHER
     assert served.lookup.reason(request(prompt(1), 0, 12, prompt_lookup=True)) == ""
-
-
-def test_strict_mode_shares_and_copies_as_alone() -> None:
-    readers = [Reader(repeating(number)) for number in (1, 2)]
-    together(copying(fixed_rows=8), readers)
-    assert_plain(readers)
-    assert all(r.forward.batch == 1 for reader in readers for r in reader.rounds)

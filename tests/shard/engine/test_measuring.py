@@ -41,7 +41,7 @@ from exo_node.shard.engine.measuring import (
 from exo_node.shard.engine.request import Parameters
 from exo_node.shard.model.stage_model import StageModel
 
-KEY = DraftProfileKey("chip", "f" * 64, "float32", "0", 0, 0)
+KEY = DraftProfileKey("chip", "f" * 64, "float32", "0", 0)
 CONTEXT = 512
 
 
@@ -75,13 +75,6 @@ def test_between_requests_in_progress_pieces_take_a_small_share_of_the_time() ->
     assert measuring.step(idle=False)
     assert not measuring.step(idle=False)
     assert measuring.step(idle=True), "and all of it where there is none"
-
-
-def test_what_may_change_requests_in_progress_waits_for_their_end() -> None:
-    clock, done = Clock(step=100), list[float]()
-    measuring = Measuring(lambda: pieces(clock, done, [1]), clock, only_idle=True)
-    assert not any(measuring.step(idle=False) for _ in range(9))
-    assert measuring.step(idle=True)
 
 
 def failing_by(fault: BaseException) -> Generator[None]:
@@ -533,18 +526,6 @@ def test_a_piece_has_the_positions_of_text_after_an_answer_with_an_image() -> No
     positions.set_deltas([7, 9])
     assert served.step()
     assert list(positions.deltas) == [0]
-
-
-def test_strict_mode_is_not_measured_while_an_answer_runs() -> None:
-    """It may find that its rows do not hold, which changes those of every forward."""
-    served = unmeasured(fixed_rows=4, prompt_lookup=False)
-    events = served.generate(asked())
-    _ = next(events)
-    assert not any(measuring_of(served).step(idle=False) for _ in range(1000))
-    events.close()
-    while served.step():
-        pass
-    assert served.measurements.identity == "bitwise" and not served.drafting.refusal
 
 
 # ------------------------------------------------------------------------------------ later stages

@@ -18,7 +18,7 @@ from exo_node.shard.engine.answers.draft_profile import (
 )
 from exo_node.shard.engine.answers.probing import probe_batch_identity, probe_identity
 
-KEY = DraftProfileKey("chip", "f" * 64, "float32", "0.32.4", 0, 0)
+KEY = DraftProfileKey("chip", "f" * 64, "float32", "0.32.4", 0)
 
 
 @pytest.fixture(scope="module")

@@ -86,7 +86,7 @@ def test_a_resumed_answer_is_the_same_and_counts_all_its_copies(k: int) -> None:
         assert rest.stats.lookup_rounds == logged + sum(r.is_copied for r in rest.rounds)
 
 
-PROFILE = DraftProfileKey("chip", "f" * 64, "float32", "0", 0, 0)
+PROFILE = DraftProfileKey("chip", "f" * 64, "float32", "0", 0)
 
 
 def test_lengths_are_measured_once(tmp_path: Path) -> None:

@@ -41,9 +41,9 @@ class Stretches(FixedDepth):
         return Plan(2, 1) if inside < 8 else Plan(0, 16 - inside)
 
 
-def runner(rows: int = 0, *, at_times: bool = False) -> TextEngine:
+def runner(*, at_times: bool = False) -> TextEngine:
     """One that holds nothing of any request."""
-    form = {"prefill_chunk": CHUNK, "prefix_cache_bytes": 1 << 24, "fixed_rows": rows}
+    form = {"prefill_chunk": CHUNK, "prefix_cache_bytes": 1 << 24}
     text_engine = engine_of(_loaded(), small_spec(native_mtp=True, **form))
     if at_times:
         text_engine.drafting.depth = lambda request: Stretches(request.k)
@@ -54,16 +54,12 @@ def parameters(prompt: Sequence[int], **changes: Any) -> Parameters:
     return request(prompt, 2, TOKENS, ignore_eos=True, top_logprobs=0, **changes)
 
 
-@pytest.mark.parametrize(
-    ("rows", "share", "at_times"), [(0, 0.6, True), (4, 0.0, False), (4, 0.6, True)]
-)
-def test_it_drafts_as_before_in_strict_mode_and_at_times(
-    rows: int, share: float, *, at_times: bool
-) -> None:
-    expected = answer(runner(rows, at_times=at_times), parameters(PROMPT)).rounds
+@pytest.mark.parametrize("share", [0.0, 0.6])
+def test_it_drafts_as_before_at_times(share: float) -> None:
+    expected = answer(runner(at_times=True), parameters(PROMPT)).rounds
     cut = 1 + int(share * len(expected))
     again = parameters(PROMPT, attempt=2, replay=expected[:cut])
-    assert answer(runner(rows, at_times=at_times), again).rounds == expected[cut:]
+    assert answer(runner(at_times=True), again).rounds == expected[cut:]
 
 
 def test_a_prompt_that_begins_like_a_kept_one_is_read_after_it() -> None:

@@ -100,9 +100,8 @@ def test_what_a_stage_computes_otherwise_together_is_said(
     assert [r.end.batch_identity for r in readers if r.end] == ["near_tie"] * len(readers)
 
 
-@pytest.mark.parametrize("changes", [{"batching": False}, {"fixed_rows": 4}])
-def test_what_is_turned_off_is_not_shared(changes: dict[str, Any]) -> None:
-    pipeline, readers = staged(**changes), readers_of(4)
+def test_what_is_turned_off_is_not_shared() -> None:
+    pipeline, readers = staged(batching=False), readers_of(4)
     together(pipeline.engine, readers)
     assert set(pipeline.link.rounds) == {1}
     assert all(reader.end and reader.end.stats.batching_reason for reader in readers)

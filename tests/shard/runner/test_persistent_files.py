@@ -91,7 +91,6 @@ def test_weights_that_were_replaced_find_no_prefix(load: Load) -> None:
         {"kv_bits": 8},
         {"kv_group_size": 32},
         {"prefill_chunk": 256},
-        {"fixed_rows": 4},
         {"first_layer": 1},
         {"end_layer": 2},
         {"stage": 1, "plan": BEHIND_ANOTHER},

@@ -30,7 +30,6 @@ from exo_node.mtp.caches.positions import Positions
 from exo_node.mtp.caches.rollback import TapedCache, rollback, with_tapes
 from exo_node.mtp.families.family import draft_logits
 from exo_node.mtp.families.qwen35 import Qwen35Family
-from exo_node.mtp.probe import FixedRowsCheck
 from exo_node.mtp.sampling import Distribution, Noise
 from exo_node.mtp.targets import FamilyTarget
 from exo_node.node.cli.verify import verify as verify_command
@@ -44,7 +43,6 @@ from exo_node.shard.tools.verify import main as verify
 from exo_node.shard.tools.verify.answers import (
     DepthComparison,
     check_greedy,
-    check_strict,
     first_difference,
     pattern_of,
     surprise,
@@ -60,10 +58,8 @@ FEWER = verify.Effort(prompts=1, tokens=16, rows=8, samples=200)
 ALL = (
     "blocks",
     "rollback",
-    "fixed_rows",
     "greedy",
     "batch",
-    "strict",
     "seeded",
     "marginals",
 )
@@ -134,10 +130,10 @@ def test_the_cpu_is_exact(exact: dict[str, Check]) -> None:
     assert exact["blocks"].numbers["floor"] == 1
 
 
-def test_a_backend_that_rounds_by_rows_is_a_near_tie_and_strict_holds() -> None:
+def test_a_backend_that_rounds_by_rows_is_a_near_tie() -> None:
     checks = checked(subject(by_rows, 1e-4), effort=FEWER)
     assert checks["blocks"].finding == "differs"
-    assert {checks[name].finding for name in ("rollback", "fixed_rows", "strict")} == {"ok"}
+    assert checks["rollback"].finding == "ok"
     assert "defect" not in findings(checks).values()
     assert report(list(checks.values())).verdict == "near_tie"
     assert checks["blocks"].numbers["per_k"][0]["near_tie_tau"] > 0
@@ -154,7 +150,6 @@ def test_near_ties_explain_greedy_answers_that_differ() -> None:
     assert 0 < max(gaps) < greedy.numbers["largest_near_tie"]
     assert check_greedy(of, prompts, 16, tau, bitwise=True).finding == "defect"
     assert check_greedy(of, prompts, 16, min(gaps) / 100, bitwise=False).finding == "defect"
-    assert check_strict(of, prompts, 16, FixedRowsCheck(True)).finding == "ok"
 
 
 @pytest.mark.parametrize(
@@ -180,19 +175,16 @@ def test_numbers_beyond_rounding_are_a_defect() -> None:
     assert checks["blocks"].finding == "defect"
 
 
-def test_rows_that_depend_on_their_neighbours_turn_strict_mode_off() -> None:
-    checks = checked(subject(by_contents, 1e-5), "strict", FEWER)
-    assert checks["fixed_rows"].finding == "differs"
-    assert "EXO_NATIVE_MTP_STRICT" in checks["fixed_rows"].summary
+def test_rejected_rows_may_be_seen_where_rows_depend_on_those_after_them() -> None:
+    checks = checked(subject(by_contents, 1e-5), "rollback", FEWER)
     assert checks["rollback"].finding == "differs"
-    assert checks["strict"].finding == "skipped"
 
 
 def test_a_model_without_a_head_is_checked_as_far_as_that_goes() -> None:
     checks = checked(subject(head=False), effort=FEWER)
-    for name in ("blocks", "rollback", "fixed_rows", "batch"):
+    for name in ("blocks", "rollback", "batch"):
         assert checks[name].finding == "ok"
-    for name in ("greedy", "strict", "seeded", "marginals"):
+    for name in ("greedy", "seeded", "marginals"):
         assert checks[name] == Check(name, "skipped", "its weights were stripped", {})
     text = as_text(report(list(checks.values()), head="stripped"))
     assert "drafts nothing here" in text
@@ -273,7 +265,7 @@ def show_everybody_the_longest_past(monkeypatch: pytest.MonkeyPatch) -> None:
         (leave_one_row, {"rollback", "greedy", "seeded"}),
         (keep_the_recurrent_state, {"rollback", "greedy", "seeded"}),
         (accept_likely_drafts, {"marginals"}),
-        (accept_one_too_many, {"greedy", "seeded", "strict"}),
+        (accept_one_too_many, {"greedy", "seeded"}),
     ],
 )
 def test_a_seeded_fault_is_a_defect(
@@ -522,13 +514,12 @@ def test_the_child_ends_with_one_line_for_an_error() -> None:
 
 
 def test_a_model_is_found_by_id_and_by_folder(tmp_path: Path) -> None:
-    settings = load_settings({}, {"EXO_NATIVE_MTP_STRICT": "1"})
+    settings = load_settings({}, {})
     by_id = resolve("demo", settings, frozenset())
-    assert (by_id.spec.native_mtp, by_id.spec.fixed_rows) == (True, 4)
+    assert by_id.spec.native_mtp
     assert by_id.spec.end_layer == by_id.card.num_layers
-    by_folder = resolve(str(by_id.folder), load_settings({}, {}), frozenset())
+    by_folder = resolve(str(by_id.folder), settings, frozenset())
     assert by_folder.folder == by_id.folder
-    assert by_folder.spec.fixed_rows == 0
     assert (by_folder.spec.native_mtp, by_folder.spec.max_draft_tokens) == (True, 3)  # no card
     with pytest.raises(InvalidCheckpoint, match=r"holds no config\.json"):
         _ = resolve(str(tmp_path), settings, frozenset())
