@@ -21,7 +21,7 @@ from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.kernels import row_groups
 from exo_node.shard.model.load import Loaded
 
-KEY = DraftProfileKey("a test", "", "float32", "", 0, 0)
+KEY = DraftProfileKey("a test", "", "float32", "", 0)
 COSTS = (1.0, 1.1, 1.2, 1.3)
 TOKENS = 64
 SPEC = small_spec(native_mtp=True, prompt_lookup=True, context_length=1000)
