@@ -135,16 +135,17 @@ def group_rows(
     """
     if not may_depend_on_rows():
         return ()
+    # Before any class is replaced by its grouped one.
+    unknown = [
+        KernelChoice(NAME, f"product in {name}", 1, False, "this class computes it by itself")
+        for name in sorted(not_grouped(modules))
+    ]
     known = {} if known is None else known
     choices = list[KernelChoice | None]()
     for kind, layers in products_of(modules, dtype).items():
         if (agreeing := known.get(kind.key) or measure(layers[0], kind)) is not None:
             known[kind.key] = agreeing
         choices.append(_group(kind, layers, agreeing))
-    unknown = (
-        KernelChoice(NAME, f"product in {name}", 1, False, "this class computes it by itself")
-        for name in sorted(not_grouped(modules))
-    )
     return (*(choice for choice in choices if choice is not None), *unknown)
 
 
