@@ -52,7 +52,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
     "Look and measure": {
         "events": "Show what happened in the cluster, one line each.",
         "doctor": "Look for what is wrong here.",
-        "report": "Write a report on a problem.",
+        "report": "Write a report on a problem, or a result to publish.",
         "verify": "Check that drafts change no answer of a model.",
         "bench": "Measure models on this machine, and the cluster.",
     },
