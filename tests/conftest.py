@@ -13,6 +13,7 @@ from typing import Any
 import as_runners  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
 # isort: split
+import fused_headers
 import hypothesis
 import kept_profiles
 import mlx.core as mx
@@ -39,10 +40,9 @@ TESTS = Path(__file__).parent
 _ = os.environ.setdefault("EXO_TIMING", "local")  # of every node that a test starts
 _BIN = str(Path(sys.executable).parent)  # so that texts call the program exo-node
 os.environ["PATH"] = os.pathsep.join([_BIN, os.environ.get("PATH", os.defpath)])
+fused_headers.use()
 if sys.platform == "darwin":  # where MLX would choose Metal; what tests expect is of a CPU
     mx.set_default_device(mx.cpu)
-if mx.default_device() == mx.Device(mx.cpu):
-    mx.disable_compile()  # as a load does
 
 hypothesis.settings.register_profile(
     "steady",

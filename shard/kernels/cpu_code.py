@@ -24,8 +24,7 @@ _OPTIONS: Final = (
     *("-mavx2", "-mfma", "-ffp-contract=fast", "-fno-math-errno"),
 )
 _COMPILERS: Final = ("gcc", "g++", "cc", "clang")
-_SECONDS: Final = 20
-"""It takes 0.3 s of a CPU. A node's start waits for one that hangs, and each load again."""
+_SECONDS: Final = 60
 
 
 class CannotStandIn(RuntimeError):
@@ -96,8 +95,9 @@ def compile_library(compiler: str, text: bytes) -> bytes:
             return out.read_bytes()
         except subprocess.CalledProcessError as fault:
             messages = [line for line in fault.stderr.decode(errors="replace").splitlines() if line]
-            ending = f"it ended with status {fault.returncode}"  # negative: by a signal
-            wrong = next((line for line in messages if "error" in line), (*messages, ending)[0])
+            wrong = next(
+                (line for line in messages if "error" in line), messages[0] if messages else ""
+            )
             raise CannotStandIn(f"{compiler} refuses them: {wrong[:200]}") from None
         except (OSError, subprocess.TimeoutExpired) as fault:
             raise CannotStandIn(f"{compiler} does not run: {type(fault).__name__}") from None

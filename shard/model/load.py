@@ -27,6 +27,7 @@ from ..checkpoint.stage_files import NOT_COPIED, cut, stand_ins
 from ..checkpoint.vision import Vision, vision_of
 from ..kernels.install import install
 from ..kernels.trial import KernelChoice
+from .fusing import prepare_fusing
 from .open_model import (
     backbone_is_raw,
     head_arrays,
@@ -80,7 +81,7 @@ def load(spec: pb.StageSpec, report: Report) -> Loaded:
     Raises InvalidCheckpoint, LoadFailed, and InvalidCard if the model's hidden size is unknown.
     """
     _limit_memory(spec.memory_limit_bytes)
-    _run_operations_singly()
+    prepare_fusing()
     if not spec.partial:
         return _load(spec, report, Path(spec.path), ())
     with stand_ins(Path(spec.path)) as (view, placeholders):
@@ -92,16 +93,6 @@ def load(spec: pb.StageSpec, report: Report) -> Loaded:
                 f"that was not copied here ({fault}); copy the whole model",
                 param=NOT_COPIED,
             ) from fault
-
-
-def _run_operations_singly() -> None:
-    """Keeps `mx.compile` from fusing operations on a CPU, where it calls `g++` for each function.
-
-    Nine calls, of half a second each, made the demo's first answer on a machine wait. Operations
-    alone have the same bits; they take as long in bfloat16, and 15 us more a layer in float32.
-    """
-    if mx.default_device() == mx.Device(mx.cpu):
-        mx.disable_compile()
 
 
 def _load(

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "lab"))
 import as_runners  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
 # isort: split
+import fused_headers
 from cases import Question, all_cases, questions_of
 from driving import Driver
 from margins import choose
@@ -41,6 +42,7 @@ def main() -> int:
     which = ("missing", "all")
     _ = parser.add_argument("--choose", nargs="?", const="missing", choices=which)
     options = parser.parse_args()
+    fused_headers.use()
     before = Corpus.read() if ANSWERS.exists() else Corpus({}, {}, {})
     questions = dict[str, RecordedQuestion]()
     for question in questions_of(all_cases()):

@@ -177,8 +177,9 @@ ENVIRONMENT = (
     "node/machine/setting_sources.py",
     "node/machine/settings.py",
     "shard/kernels/fused_code.py",
+    "shard/model/fusing.py",
 )
-"""The last one has TMPDIR only, where MLX compiles."""
+"""The last one has PATH only, by which MLX finds its compiler."""
 _ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 PURE = (

@@ -197,12 +197,6 @@ def test_without_a_compiler_mlx_computes(monkeypatch: pytest.MonkeyPatch, tmp_pa
     refuses.chmod(0o755)
     paths[0] = str(refuses)
     assert reason() == f"{refuses} refuses them: x.c:1: error: no such thing"
-    _ = refuses.write_text("#!/bin/sh\nkill -9 $$\n")
-    assert reason() == f"{refuses} refuses them: it ended with status -9"
-    _ = refuses.write_text("#!/bin/sh\nexec sleep 600\n")
-    with monkeypatch.context() as patch:
-        patch.setattr(cpu_code, "_SECONDS", 0.1)
-        assert reason() == f"{refuses} does not run: TimeoutExpired"
     _ = refuses.write_text("not a program")
     os.chmod(refuses, 0o755)
     assert reason() == f"{refuses} does not run: OSError"
