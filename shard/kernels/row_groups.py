@@ -125,13 +125,13 @@ def measure(layer: Any, kind: ProductKind) -> RowRange | None:
 
 
 def group_rows(
-    modules: Sequence[nn.Module], dtype: mx.Dtype, known: MeasuredRows | None = None
+    modules: Sequence[nn.Module], dtype: mx.Dtype, earlier: MeasuredRows | None = None
 ) -> tuple[KernelChoice, ...]:
     """Groups the rows of each kind of product in `modules` where one row and more differ.
 
-    `dtype`: that of hidden states. `known`: what was measured before, by `ProductKind.key`; what it
-    lacks is measured and added. Returns the kinds that are grouped, and those that no grouping
-    makes exact.
+    `dtype`: that of hidden states. `earlier`: what earlier loads measured, by `ProductKind.key`;
+    what it lacks is measured and added. Returns the kinds that are grouped, and those that no
+    grouping makes exact.
     """
     if not may_depend_on_rows():
         return ()
@@ -140,11 +140,11 @@ def group_rows(
         KernelChoice(NAME, f"product in {name}", 1, False, "this class computes it by itself")
         for name in sorted(not_grouped(modules))
     ]
-    known = {} if known is None else known
+    earlier = {} if earlier is None else earlier
     choices = list[KernelChoice | None]()
     for kind, layers in products_of(modules, dtype).items():
-        if (agreeing := known.get(kind.key) or measure(layers[0], kind)) is not None:
-            known[kind.key] = agreeing
+        if (agreeing := earlier.get(kind.key) or measure(layers[0], kind)) is not None:
+            earlier[kind.key] = agreeing
         choices.append(_group(kind, layers, agreeing))
     return (*(choice for choice in choices if choice is not None), *unknown)
 

@@ -179,8 +179,8 @@ def _choose_kernels(
     parts += [part for part in (family.output if family else None, head) if part is not None]
     mode = "mlx" if spec.kernels == "mlx" else "auto"
     stored = StoredRows(spec.profile_folder, fingerprint)
-    known = stored.read()
-    rows = dict(known)
+    earlier = stored.read()
+    rows = dict(earlier)
     choices = install(
         stage.model,
         parts,
@@ -190,7 +190,7 @@ def _choose_kernels(
         DTYPES[spec.dtype],
         rows,
     )
-    if rows != known:
+    if rows != earlier:
         stored.write(rows)
     return choices
 

@@ -1,4 +1,4 @@
-"""Which numbers of rows agree, on disk: measured once for a machine and checkpoint.
+"""The numbers of rows that agree, kept on disk for a machine and checkpoint.
 
 Another device, MLX or checkpoint has another file; what was measured for something else, or does
 not fit the schema, is not believed but measured again.
@@ -48,7 +48,7 @@ class StoredRows:
         self._path = Path(folder) / name if folder and fingerprint else None
 
     def read(self) -> dict[str, RowRange]:
-        """By `ProductKind.key`; empty if there is no usable file."""
+        """The rows that agree, by `ProductKind.key`; empty if there is no usable file."""
         if self._path is None or not self._path.exists():
             return {}
         try:

@@ -29,7 +29,7 @@ def profile_of(spec: pb.StageSpec, loaded: Loaded) -> DraftProfile:
 
 
 def attempts_of(spec: pb.StageSpec, loaded: Loaded) -> Attempts:
-    """Those of a stage after the first one, which has no profile."""
+    """The counts of failed measurements of a later stage, which has no profile."""
     if not spec.profile_folder:
         return Attempts()
     file = Path(spec.profile_folder) / _key(spec, loaded).file

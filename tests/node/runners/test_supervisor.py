@@ -116,6 +116,20 @@ def supervisor_of(
     )
 
 
+async def faults_of(folder: Path, end: str) -> list[tuple[str, str, bool]]:
+    """The GPU faults that are reported once a runner has ended by `end`."""
+    faults, ends = list[tuple[str, str, bool]](), list[str]()
+    supervisor = supervisor_of(folder, end, faults, ends)
+    try:
+        _ = await supervisor.load(pb.StageSpec(placement="p", path=str(folder)), lambda _: None)
+        async with asyncio.timeout(60):
+            while not ends:
+                await asyncio.sleep(0.01)
+    finally:
+        await supervisor.close()
+    return faults
+
+
 @pytest.mark.parametrize("head_noticed_first", [False, True])
 async def test_the_last_words_of_a_runner_tell_of_a_gpu_fault_once(
     tmp_path: Path, *, head_noticed_first: bool
@@ -143,31 +157,13 @@ async def test_the_last_words_of_a_runner_tell_of_a_gpu_fault_once(
 async def test_what_a_stopped_or_killed_runner_wrote_earlier_is_no_reason_of_its_end(
     tmp_path: Path, end: str
 ) -> None:
-    faults, ends = list[tuple[str, str, bool]](), list[str]()
-    supervisor = supervisor_of(tmp_path, end, faults, ends)
-    try:
-        _ = await supervisor.load(pb.StageSpec(placement="p", path=str(tmp_path)), lambda _: None)
-        async with asyncio.timeout(60):
-            while not ends:
-                await asyncio.sleep(0.01)
-    finally:
-        await supervisor.close()
-    assert faults == []
+    assert await faults_of(tmp_path, end) == []
 
 
 async def test_a_fault_of_a_measurement_is_reported_as_one(tmp_path: Path) -> None:
-    faults, ends = list[tuple[str, str, bool]](), list[str]()
     failure = f"""
 failure = pb.Failure(message={WATCHDOG!r}, param={MEASUREMENT!r})
 parent.sendall(framed(pb.FromRunner(failure=failure).SerializeToString()))
 os._exit(1)
 """
-    supervisor = supervisor_of(tmp_path, failure, faults, ends)
-    try:
-        _ = await supervisor.load(pb.StageSpec(placement="p", path=str(tmp_path)), lambda _: None)
-        async with asyncio.timeout(60):
-            while not ends:
-                await asyncio.sleep(0.01)
-    finally:
-        await supervisor.close()
-    assert faults == [("p", "watchdog", True)]
+    assert await faults_of(tmp_path, failure) == [("p", "watchdog", True)]
