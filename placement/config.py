@@ -23,13 +23,7 @@ _EXPANDED = ("deepseek_v2", "minicpm3", "youtu_llm")
 ENCODERS = ("bert", "modernbert", "roberta", "xlm-roberta")
 """Model types whose rows attend to all rows of a text: they embed, and keep no KV cache."""
 
-LAYER_FIELDS = (
-    "num_hidden_layers",
-    "num_layers",
-    "n_layer",
-    "n_layers",
-    "num_transformer_layers",
-)
+LAYER_FIELDS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_transformer_layers")
 """A number's names in config.json, the usual one first: early publishers chose their own."""
 HIDDEN_FIELDS = ("hidden_size", "n_embd", "d_model", "model_dim", "hidden_dim")
 VOCABULARY_FIELDS = ("vocab_size", "num_vocab")

@@ -208,10 +208,7 @@ def _preview(request: PlanRequest) -> Preview:
 
 
 def _reason(
-    best: WeighedCandidate,
-    ranked: Sequence[WeighedCandidate],
-    floor: float,
-    request: PlanRequest,
+    best: WeighedCandidate, ranked: Sequence[WeighedCandidate], floor: float, request: PlanRequest
 ) -> str:
     options, candidates = request.options, [choice.candidate for choice in ranked]
     reason = choice_reason(best.task, best.candidate, candidates, floor, options, request.refusal)

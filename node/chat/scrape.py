@@ -22,11 +22,7 @@ _PREFIX_TIERS: Final = ("memory", "disk", "peer")
 _TOTALS: Final = (
     ("vllm:spec_decode_num_drafts", "Rounds with at least one draft.", "spec_decode_rounds"),
     ("vllm:spec_decode_num_draft_tokens", "Drafts proposed.", "proposed_draft_tokens"),
-    (
-        "vllm:spec_decode_num_accepted_tokens",
-        "Drafts that were emitted.",
-        "accepted_draft_tokens",
-    ),
+    ("vllm:spec_decode_num_accepted_tokens", "Drafts that were emitted.", "accepted_draft_tokens"),
     (
         "exo_node_head_parked_answers",
         "Whole answers in or before which the draft head gave NaN or infinity.",
@@ -52,11 +48,7 @@ _LISTS: Final = (
 _RUNNERS: Final = (
     ("exo_node_runner_weights_bytes", "Weights in memory.", "weight_bytes"),
     ("exo_node_runner_cache_bytes", "Caches of answers in progress.", "cache_bytes"),
-    (
-        "exo_node_runner_prefix_cache_bytes",
-        "Kept of prompts that were read.",
-        "prefix_cache_bytes",
-    ),
+    ("exo_node_runner_prefix_cache_bytes", "Kept of prompts that were read.", "prefix_cache_bytes"),
     (
         "exo_node_runner_prefix_disk_bytes",
         "Kept of prompts that were read, on disk.",
@@ -161,8 +153,7 @@ class Scrape(Collector):
 
 
 def _filled(
-    family: CounterMetricFamily | GaugeMetricFamily,
-    samples: Iterable[tuple[Sequence[str], float]],
+    family: CounterMetricFamily | GaugeMetricFamily, samples: Iterable[tuple[Sequence[str], float]]
 ) -> Metric:
     for labels, value in samples:
         family.add_metric(labels, value)

@@ -34,11 +34,7 @@ class Claims:
     """Gives answers their placements while this node leads. Runs on the node's event loop."""
 
     def __init__(
-        self,
-        placements: Placements,
-        facts: Facts,
-        events: EventLog,
-        timing: Timing,
+        self, placements: Placements, facts: Facts, events: EventLog, timing: Timing
     ) -> None:
         self._placements = placements
         self._facts = facts

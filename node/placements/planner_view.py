@@ -6,13 +6,7 @@ from dataclasses import astuple, replace
 
 from ...placement.card import ModelCard
 from ...placement.chunk import MOST
-from ...placement.cluster import (
-    ClusterView,
-    LayerProfile,
-    MeasuredLayer,
-    NodeFacts,
-    evened,
-)
+from ...placement.cluster import ClusterView, LayerProfile, MeasuredLayer, NodeFacts, evened
 from ...placement.drafting import EnabledState
 from ...placement.dtype_bytes import BYTES
 from ...placement.errors import ModelNotFound

@@ -25,16 +25,7 @@ from .placement_records import PlacementRecords
 from .plan_wire import plan_to_wire
 from .stage_specs import build_specs, spec_like
 from .stages import Facts, Stages
-from .state import (
-    Connect,
-    Epoch,
-    FailureKind,
-    Load,
-    RunnerKey,
-    StagedPlan,
-    StageRunner,
-    Unload,
-)
+from .state import Connect, Epoch, FailureKind, Load, RunnerKey, StagedPlan, StageRunner, Unload
 
 log = logging.getLogger(__name__)
 
@@ -255,11 +246,7 @@ class StageActions:
         return not faults
 
     async def _probe(
-        self,
-        placement: PlacementId,
-        owners: Sequence[StageRunner],
-        why: str,
-        broken: Epoch | None,
+        self, placement: PlacementId, owners: Sequence[StageRunner], why: str, broken: Epoch | None
     ) -> None:
         try:
             silent = await self._silent(owners)

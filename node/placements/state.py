@@ -185,12 +185,7 @@ class PlanningView(Protocol):
     timing: Timing
 
     def plan(
-        self,
-        desired: Desired,
-        free: Mapping[NodeId, int],
-        *,
-        frugal: bool,
-        shorten: bool = False,
+        self, desired: Desired, free: Mapping[NodeId, int], *, frugal: bool, shorten: bool = False
     ) -> "StagedPlan | ExoNodeError":
         """A plan for `desired.options` within `free` bytes by node, or why there is none.
 

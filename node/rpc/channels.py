@@ -28,11 +28,7 @@ NODE_CHANNEL_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.max_reconnect_backoff_ms", 1000
 _UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "SSL_ERROR_SSL", "Peer name")
 _EXPIRED = ("certificate has expired", "certificate is not yet valid")
 _REFUSED = "Connection refused"
-_GONE = (
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.CANCELLED,
-)
+_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 _END = object()
 
 

@@ -93,11 +93,7 @@ class _MembershipService(peer_pb2_grpc.MembershipServicer):
         self._node = node
         self._logged: set[tuple[str, str]] = set()
 
-    async def Exchange(
-        self,
-        request: pb.Heartbeat,
-        context: "Context",
-    ) -> pb.Heartbeat:
+    async def Exchange(self, request: pb.Heartbeat, context: "Context") -> pb.Heartbeat:
         try:
             sender = authenticated_node(context.auth_context())
             if sender != request.sender.id:
@@ -141,9 +137,7 @@ class ControlService(peer_pb2_grpc.ControlServicer):
         self._node = node
 
     async def LoadStage(
-        self,
-        request: pb.StageSpec,
-        context: "Context",
+        self, request: pb.StageSpec, context: "Context"
     ) -> AsyncIterator[pb.LoadEvent]:
         _check_stage(request)
         events: asyncio.Queue[pb.LoadEvent | None] = asyncio.Queue()
@@ -165,9 +159,7 @@ class ControlService(peer_pb2_grpc.ControlServicer):
             _ = task.cancel()
 
     async def UnloadStage(
-        self,
-        request: pb.UnloadStageRequest,
-        context: "Context",
+        self, request: pb.UnloadStageRequest, context: "Context"
     ) -> pb.UnloadStageReply:
         placement = PlacementId(request.placement)
         await self._node.unload_stage(placement, request.stage, request.kill)
@@ -181,19 +173,11 @@ class ControlService(peer_pb2_grpc.ControlServicer):
     ) -> AsyncIterator[pb.AcquireEvent]:
         return self._node.acquire(request)
 
-    async def Report(
-        self,
-        request: pb.AttemptReport,
-        context: "Context",
-    ) -> pb.ReportReply:
+    async def Report(self, request: pb.AttemptReport, context: "Context") -> pb.ReportReply:
         self._node.report(request)
         return pb.ReportReply()
 
-    async def DecideJoin(
-        self,
-        request: pb.JoinDecision,
-        context: "Context",
-    ) -> pb.JoinDecided:
+    async def DecideJoin(self, request: pb.JoinDecision, context: "Context") -> pb.JoinDecided:
         return await self._node.decide_join(request)
 
 

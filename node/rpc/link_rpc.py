@@ -47,9 +47,7 @@ class LinkService(peer_pb2_grpc.LinkServicer):
         self._measure = measure
 
     async def Echo(
-        self,
-        request_iterator: AsyncIterator[pb.Probe],
-        context: "Context",
+        self, request_iterator: AsyncIterator[pb.Probe], context: "Context"
     ) -> AsyncIterator[pb.Probe]:
         async for probe in request_iterator:
             if probe.answer_bytes > MAX_ANSWER_BYTES:
@@ -59,11 +57,7 @@ class LinkService(peer_pb2_grpc.LinkServicer):
                 )
             yield pb.Probe(data=bytes(probe.answer_bytes))
 
-    async def Measure(
-        self,
-        request: pb.MeasureRequest,
-        context: "Context",
-    ) -> pb.MeasureReply:
+    async def Measure(self, request: pb.MeasureRequest, context: "Context") -> pb.MeasureReply:
         return pb.MeasureReply(links=await self._measure())
 
 

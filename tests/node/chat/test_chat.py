@@ -181,8 +181,7 @@ class Attempts(FakeStages):
 
 
 def resumed(
-    *scripts: tuple[Sequence[pb.GenerateEvent], Exception | None],
-    timing: Timing = LOCAL,
+    *scripts: tuple[Sequence[pb.GenerateEvent], Exception | None], timing: Timing = LOCAL
 ) -> tuple[list[Event], list[pb.GenerateRequest]]:
     attempts = Attempts(scripts=list(scripts))
     events = asyncio.run(events_of(REQUEST, attempts, FakeFacts(True), timing))
@@ -247,9 +246,7 @@ async def test_a_placement_is_reported_as_broken_unless_only_an_answers_state_is
 
 def test_an_attempt_that_brought_nothing_is_followed_by_one_that_rebuilds_everything() -> None:
     _, requests = resumed(
-        ([STARTED, spoken("a", 1)], LOST),
-        ([], LOST),
-        ([spoken("b", 2), ENDED], None),
+        ([STARTED, spoken("a", 1)], LOST), ([], LOST), ([spoken("b", 2), ENDED], None)
     )
     assert [request.sharing.alone for request in requests] == [False, False, True]
 

@@ -4,12 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from exo_node.node.cluster.desired import (
-    Desired,
-    DesiredPlacements,
-    desired_from_wire,
-    relaxed,
-)
+from exo_node.node.cluster.desired import Desired, DesiredPlacements, desired_from_wire, relaxed
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.placement.options import PlanOptions
 from exo_node.proto import peer_pb2 as pb
@@ -41,9 +36,7 @@ def learner_of(head: DesiredPlacements, later_s: float = 0.0) -> DesiredPlacemen
 
 
 @pytest.mark.parametrize("wish", ASKED, ids=range(len(ASKED)))
-def test_the_next_head_has_the_desired_placements_of_the_last_one(
-    wish: Desired,
-) -> None:
+def test_the_next_head_has_the_desired_placements_of_the_last_one(wish: Desired) -> None:
     head = DesiredPlacements(lambda: 110.0)
     head.note(wish)
     desired = learner_of(head).get(DEMO)

@@ -305,10 +305,7 @@ GOOD: Text = {"id": PEER, "cluster": CLUSTER}
 
 
 def service_info(
-    text: Text,
-    addresses: tuple[str, ...] = (LOOPBACK,),
-    port: int = 7002,
-    node: str = PEER,
+    text: Text, addresses: tuple[str, ...] = (LOOPBACK,), port: int = 7002, node: str = PEER
 ) -> AsyncServiceInfo:
     return AsyncServiceInfo(
         SERVICE,
@@ -336,9 +333,7 @@ def service_info(
         {b"id": b"\xff" * 20, b"cluster": CLUSTER.encode()},
     ],
 )
-def test_text_that_exo_node_does_not_write_is_ignored(
-    text: Text,
-) -> None:
+def test_text_that_exo_node_does_not_write_is_ignored(text: Text) -> None:
     assert candidates(service_info(text, ("192.168.1.9",)), HOME) is None
 
 

@@ -370,10 +370,7 @@ def test_suspects_are_live_but_take_no_new_work() -> None:
 
 NODES = [NodeId("a"), NodeId("b")]
 VIEWS = st.builds(
-    View,
-    st.sampled_from([*NODES, SELF]),
-    st.integers(1, 3),
-    st.sampled_from([*STATUSES.values()]),
+    View, st.sampled_from([*NODES, SELF]), st.integers(1, 3), st.sampled_from([*STATUSES.values()])
 )
 ANY_NODE = st.sampled_from(NODES)
 CALLS = st.one_of(

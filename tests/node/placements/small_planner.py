@@ -67,12 +67,7 @@ class SmallPlanner:
     """Bytes a second between two nodes; 0: not measured."""
 
     def plan(
-        self,
-        desired: Desired,
-        free: Mapping[NodeId, int],
-        *,
-        frugal: bool,
-        shorten: bool = False,
+        self, desired: Desired, free: Mapping[NodeId, int], *, frugal: bool, shorten: bool = False
     ) -> StagedPlan | ExoNodeError:
         """The context has no size here, so `shorten` changes nothing."""
         options = relaxed(desired.options, free.keys())
@@ -120,10 +115,7 @@ class SmallPlanner:
         staged = staged_plan(desired.model, *parts, options=desired.options)
         score = self.seconds(staged, order)
         return replace(
-            staged,
-            plan=replace(staged.plan, score=score),
-            memory=tuple(memory),
-            frugal=frugal,
+            staged, plan=replace(staged.plan, score=score), memory=tuple(memory), frugal=frugal
         )
 
     def seconds(self, plan: StagedPlan, nodes: Sequence[NodeId]) -> float:

@@ -68,10 +68,7 @@ def test_a_peer_does_not_say_where_a_runner_listens_or_reads(tmp_path: Path) -> 
     (spec,) = supervisor.loaded
     assert list(spec.listen) == ["127.0.0.2"]
     assert (spec.path, spec.profile_folder) == ("/here", str(tmp_path / "profiles"))
-    assert (spec.prefix_folder, spec.prefix_disk_bytes) == (
-        str(tmp_path / "prefixes"),
-        500_000_000,
-    )
+    assert (spec.prefix_folder, spec.prefix_disk_bytes) == (str(tmp_path / "prefixes"), 500_000_000)
     assert spec.memory_limit_bytes == 0
     assert not spec.partial
 

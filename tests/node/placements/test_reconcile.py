@@ -11,17 +11,7 @@ from math import inf
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from small_planner import (
-    BY_B,
-    ONE,
-    TWO,
-    Size,
-    SmallPlanner,
-    runner,
-    runners,
-    staged_plan,
-    text,
-)
+from small_planner import BY_B, ONE, TWO, Size, SmallPlanner, runner, runners, staged_plan, text
 
 from exo_node.node.cluster.desired import Desired
 from exo_node.node.placements.reconcile import reconcile

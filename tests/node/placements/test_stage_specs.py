@@ -90,12 +90,7 @@ async def of_a_node(environment: Mapping[str, str], folder: Path) -> pb.StageSpe
     fetcher = ModelFetcher(
         local.library, nobody, lambda _: (), EventLog(), folder / "models", may_download=False
     )
-    stages = LocalStages(
-        settings,
-        fetcher,
-        cast(Profiling, Measuring()),
-        cast(Supervisor, runners),
-    )
+    stages = LocalStages(settings, fetcher, cast(Profiling, Measuring()), cast(Supervisor, runners))
     own = MemberFacts(local.facts(), head=local.id)
     # No supervisor lists the runner, so the node reports no stages.
     unasked = replace(own, stages=cast(Any, None))
