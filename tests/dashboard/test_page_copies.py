@@ -56,7 +56,6 @@ def test_the_number_of_copies_is_set_and_each_shows_its_answers(
     )
 
 
-@pytest.mark.smoke
 def test_the_keyboard_alone_sets_the_number_and_stays_where_it_is(
     view: Visit, cluster: Cluster
 ) -> None:
@@ -161,7 +160,6 @@ def test_a_node_that_is_alone_offers_no_copies(view: Visit, cluster: Cluster) ->
     expect(control(view)).to_have_count(0)
 
 
-@pytest.mark.smoke
 def test_unloading_a_model_ends_all_of_its_copies(view: Visit, cluster: Cluster) -> None:
     cluster.placements = [copy(1, answers=1), copy(2, answers=2)]
     page = view.go("#/models")

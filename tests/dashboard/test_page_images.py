@@ -138,7 +138,6 @@ def test_what_is_no_image_is_named_and_the_message_stays(view: Visit, node: Node
     assert node.chat.requests == []
 
 
-@pytest.mark.smoke
 def test_images_are_kept_with_the_conversation_and_go_along_in_later_turns(
     view: Visit, node: Node
 ) -> None:

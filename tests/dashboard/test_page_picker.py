@@ -77,7 +77,6 @@ def test_each_row_says_size_and_whether_it_is_loaded_or_fits(
         expect(model_button(page)).to_have_text("Model mlx-community/Qwen3-2B-4bit")
 
 
-@pytest.mark.smoke
 def test_words_in_any_order_find_a_model_and_keys_choose_it(view: Visit, many: Cluster) -> None:
     page = view.go()
     field = opened(page)

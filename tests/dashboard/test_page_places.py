@@ -179,7 +179,6 @@ def test_the_bits_of_caches_are_planned_and_loaded_as_chosen(view: Visit, cluste
     assert request.value.post_data_json == {"model": "demo", "kv_bits": 8}
 
 
-@pytest.mark.smoke
 def test_a_dead_node_shows_no_stages_and_the_next_best_choice_is_loaded_as_shown(
     view: Visit, cluster: Cluster
 ) -> None:

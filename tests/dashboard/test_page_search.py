@@ -84,7 +84,6 @@ def test_a_search_that_is_given_up_is_cancelled_and_never_shown(
     assert page.get_by_text("owner/first").count() == 0
 
 
-@pytest.mark.smoke
 def test_known_models_stay_where_the_hub_does_not_answer(
     view: Visit, node: Node, cluster: Cluster
 ) -> None:

@@ -274,7 +274,7 @@ def test_the_digits_are_typed_at_any_member_and_every_member_shows_the_requests(
     eventually(lambda: together(members), WITHIN_S)
 
 
-@pytest.mark.parametrize("how", [pytest.param("digits", marks=pytest.mark.smoke), "key"])
+@pytest.mark.parametrize("how", ["digits", "key"])
 def test_three_fresh_nodes_at_once_become_one_cluster(tmp_path: Path, how: str) -> None:
     with fresh(tmp_path, ["a", "b", "c"], env=ONE_KEY if how == "key" else None) as nodes:
         if how == "digits":  # 50 times: `bench/joining.py`

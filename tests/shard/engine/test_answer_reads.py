@@ -102,6 +102,7 @@ def test_all_kinds_of_caches_whole_and_split(kind: str, stages: int, small_end: 
     assert (expected.stats.cached_tokens, got.stats.cached_tokens) == (0, 105)
 
 
+@pytest.mark.smoke
 def test_a_request_that_comes_meanwhile_waits_for_no_more_than_the_step_in_progress() -> None:
     warm = engine()
     _ = ended(warm, QUESTION)
@@ -119,6 +120,7 @@ def test_a_request_that_comes_meanwhile_waits_for_no_more_than_the_step_in_progr
     assert not loop._engine.keys and warm.cache_bytes() == 0
 
 
+@pytest.mark.smoke
 def test_nothing_is_read_while_a_request_is_in_progress() -> None:
     warm = engine()
     _ = ended(warm, QUESTION)
@@ -197,6 +199,7 @@ def test_answers_that_no_prompt_continues_are_read_no_more_until_one_does() -> N
     assert reads.take() is not None
 
 
+@pytest.mark.smoke
 def test_what_waits_is_bounded_and_the_newest_is_read_first() -> None:
     reads = AnswerReads(SCHEDULE, 4096)
     for number in range(3 * RECENT):
@@ -208,6 +211,7 @@ def test_what_waits_is_bounded_and_the_newest_is_read_first() -> None:
     assert lengths == sorted(lengths, reverse=True) and len(lengths) == RECENT
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("answer_ids", "context", "is_read"),
     [

@@ -127,7 +127,6 @@ def test_of_a_request_that_is_cancelled_while_its_message_is_in_flight_nothing_s
     assert not scene.pipeline.leftovers
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("is_computed", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_of_those_that_are_cancelled_while_their_round_is_in_flight_nothing_stays(
@@ -151,6 +150,7 @@ def test_of_those_that_are_cancelled_while_their_round_is_in_flight_nothing_stay
     assert not scene.pipeline.leftovers
 
 
+@pytest.mark.smoke
 def test_an_answer_waits_while_all_its_messages_are_in_flight() -> None:
     scene = Scene()
     events = scene.pipeline.engine.generate(asks(SHORT[:7], 5))
@@ -181,6 +181,7 @@ def test_chunks_of_which_some_are_lost_end_their_answer_once(count: int) -> None
     assert not scene.pipeline.leftovers
 
 
+@pytest.mark.smoke
 def test_a_round_sets_out_only_when_all_before_it_is_back() -> None:
     """The parts of a prompt and of a log follow each other, and no row follows them."""
     scene = Scene()
@@ -201,6 +202,7 @@ def test_a_round_sets_out_only_when_all_before_it_is_back() -> None:
     assert tokens_of(earlier)[:20] + tokens_of(after) == alone(engine_request)
 
 
+@pytest.mark.smoke
 def test_prompts_of_one_forward_set_out_as_far_as_they_keep_all_stages_busy() -> None:
     """One more than the stages compute: the others' would queue in front of later prompts."""
     scene = Scene()
@@ -239,6 +241,7 @@ def test_groups_on_their_way_come_back_in_any_order() -> None:
     assert all(tokens_of(reader) == alone(reader.request) for reader in readers)
 
 
+@pytest.mark.smoke
 def test_no_answer_waits_for_the_prompt_of_one_that_is_to_join_it() -> None:
     """With two stages the third request shares the rounds of one of the others."""
     scene = Scene()

@@ -83,7 +83,7 @@ def test_a_refused_draft_without_numbers_ends_no_answer(
     assert drafted.ids == plain.ids and len(plain.ids) == TOKENS
 
 
-@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("k", [1, pytest.param(3, marks=pytest.mark.smoke)])
 def test_a_chosen_token_without_numbers_ends_the_answer_where_plain_decoding_ends(
     monkeypatch: pytest.MonkeyPatch, k: int
 ) -> None:

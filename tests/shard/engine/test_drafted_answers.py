@@ -55,6 +55,7 @@ def accepted(engine: TextEngine, k: int, answers: int = 4) -> int:
     return total
 
 
+@pytest.mark.smoke
 def test_what_the_draft_head_holds_is_counted_with_the_caches(engine: TextEngine) -> None:
     def bytes_of(k: int) -> int:
         """In the middle of an answer."""
@@ -107,7 +108,7 @@ def test_the_head_is_fed_the_normed_hidden(demo: TextEngine) -> None:
     assert wrong < right
 
 
-@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("k", [0, pytest.param(3, marks=pytest.mark.smoke)])
 def test_processors_see_the_prompt(engine: TextEngine, k: int) -> None:
     """mlx-lm#990: the penalty's context began with the answer."""
     # The small model says nothing of its prompt: its first two ids stand for one.
@@ -123,6 +124,7 @@ def test_processors_see_the_prompt(engine: TextEngine, k: int) -> None:
     assert as_ids(chooser.token(logits, 1)) == [5]
 
 
+@pytest.mark.smoke
 def test_no_state_of_an_earlier_request_is_used_again(engine: TextEngine) -> None:
     """vllm-mlx#82. Log-probabilities show what a memorised answer would hide."""
     fields = {"k": 2, "max_tokens": 20, "top_logprobs": 0}
@@ -134,6 +136,7 @@ def test_no_state_of_an_earlier_request_is_used_again(engine: TextEngine) -> Non
     assert [cached for cached, _ in heads] == [committed for _, committed in heads]
 
 
+@pytest.mark.smoke
 def test_deferred_drafts_come_in_order(engine: TextEngine) -> None:
     """vllm-mlx#82: evaluating drafts later must not change which belong to which round."""
     waiting = request(SMALL_PROMPT, 3, 32, async_draft_eval=False)
@@ -166,6 +169,7 @@ def test_norms_are_shifted_once(tmp_path: Path) -> None:
     assert accepted(engine, 1, answers=2) == 0
 
 
+@pytest.mark.smoke
 def test_an_answer_that_is_dropped_inside_a_block_leaves_nothing(engine: TextEngine) -> None:
     """exo#2110: nothing handled the generator's close."""
     steps = engine.generate(request(SMALL_PROMPT, 3))
@@ -176,6 +180,7 @@ def test_an_answer_that_is_dropped_inside_a_block_leaves_nothing(engine: TextEng
     assert answer(engine, request(SMALL_PROMPT, 3, 12)).ids == undisturbed(engine).ids[:12]
 
 
+@pytest.mark.smoke
 def test_the_head_is_primed_with_the_prompt(
     engine: TextEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,7 +73,6 @@ def test_a_fault_of_a_shared_forward_ends_all_of_it_and_nothing_that_follows(
     assert_batches_go_on(served)
 
 
-@pytest.mark.smoke
 def test_a_fault_of_a_forward_over_prompts_is_told_to_all_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

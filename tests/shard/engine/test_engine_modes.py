@@ -61,6 +61,7 @@ def test_an_adapted_answer_is_the_plain_one_whatever_depths_it_took(
     assert got.stats.num_draft_tokens == 3
 
 
+@pytest.mark.smoke
 def test_depth_begins_where_the_request_says_and_climbs_to_its_maximum() -> None:
     engine = with_costs(1, 1.02, 1.04, 1.06)
     found_head = request(
@@ -130,7 +131,7 @@ def with_log_probabilities(engine: TextEngine) -> Answer:
     return answer(engine, request(PROMPT, 0, 24, top_logprobs=3))
 
 
-@pytest.mark.parametrize("k", [0, 1, 3])
+@pytest.mark.parametrize("k", [0, 1, pytest.param(3, marks=pytest.mark.smoke)])
 def test_log_probabilities_are_the_targets_at_every_k(engine: TextEngine, k: int) -> None:
     plain = with_log_probabilities(engine)
     got = answer(engine, request(PROMPT, k, 24, top_logprobs=3))
@@ -161,6 +162,7 @@ def test_unasked_for_there_are_none_and_zero_gives_the_tokens_own(
     assert sum(all_rounds(0)) == 12
 
 
+@pytest.mark.smoke
 def test_they_are_those_of_the_whole_vocabulary(engine: TextEngine) -> None:
     got = answer(engine, request(PROMPT, 0, 1, top_logprobs=4096))
     entry = got.rounds[0].logprobs[0]

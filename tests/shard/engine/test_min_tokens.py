@@ -45,7 +45,6 @@ def test_without_it_the_answer_ends_at_once() -> None:
     assert got.ids == (END,)
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("k", range(4))
 @pytest.mark.parametrize("sampling", [SEEDED, FREE], ids=["seeded", "free"])
 def test_any_number_of_drafts_gives_the_same_ids(sampling: Sampling, k: int) -> None:
@@ -65,6 +64,7 @@ def test_copied_drafts_give_the_same_ids(k: int) -> None:
     assert got.ids == expected and len(expected) == LEAST + 1
 
 
+@pytest.mark.smoke
 def test_each_answer_of_a_batch_has_its_own_least() -> None:
     samplings = [replace(GREEDY, min_tokens=least) for least in (0, 4, 9, 25)]
     readers = [

@@ -38,8 +38,7 @@ from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.prefixes.prompt_path import key_of
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("k", [0, pytest.param(3, marks=pytest.mark.smoke)])
 def test_a_b_a_and_a_branch_are_the_cold_answers(k: int) -> None:
     warm = engine()
     cached: list[int] = []
@@ -51,7 +50,6 @@ def test_a_b_a_and_a_branch_are_the_cold_answers(k: int) -> None:
     assert cached == [0, 300, 300, 300, 460, 0]
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_prompt_is_found_by_who_asked_it_alone_and_answers_do_not_differ(stages: int) -> None:
     """Else `cached_tokens` tells the holder of one token what that of another one asked."""

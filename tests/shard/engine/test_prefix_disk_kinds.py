@@ -135,7 +135,7 @@ def _without_the_last(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("stage", "change"),
     [
-        pytest.param(0, _lost, marks=pytest.mark.smoke),
+        (0, _lost),
         pytest.param(1, _damaged, marks=pytest.mark.smoke),
         (1, _lost),
         (0, _without_the_last),

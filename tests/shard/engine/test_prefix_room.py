@@ -70,7 +70,9 @@ def test_a_conversation_of_less_than_half_of_the_room_reads_what_is_new(rows: in
     assert_as_cold(warm, ids, k)
 
 
-@pytest.mark.parametrize(("rows", "k"), [(520, 0), (640, 1), (800, 3)])
+@pytest.mark.parametrize(
+    ("rows", "k"), [(520, 0), pytest.param(640, 1, marks=pytest.mark.smoke), (800, 3)]
+)
 def test_a_longer_one_finds_what_has_room_beside_it(rows: int, k: int) -> None:
     _, _, cached = converse(rows, k)
     assert cached[0] == 0 < min(cached[1:]) <= max(cached) <= rows
@@ -101,6 +103,7 @@ def test_the_memory_of_mlx_keeps_the_bound(k: int) -> None:
     assert mx.get_peak_memory() - others <= room
 
 
+@pytest.mark.smoke
 def test_a_prompt_that_has_no_room_beside_others_drops_nothing_of_its_own() -> None:
     """Earlier prefixes stay cached."""
     prompt = [*turn(300, 5), *turn(100, 6), 7]

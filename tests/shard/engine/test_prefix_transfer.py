@@ -26,7 +26,10 @@ from transfers import KEY, content, handed_over, received
 from exo_node.shard.checkpoint.prefix_files import PrefixReceiver
 
 
-@pytest.mark.parametrize(("k", "tier"), [(0, "disk"), (1, "memory"), (3, "memory"), (3, "disk")])
+@pytest.mark.parametrize(
+    ("k", "tier"),
+    [(0, "disk"), pytest.param(1, "memory", marks=pytest.mark.smoke), (3, "memory"), (3, "disk")],
+)
 def test_the_second_engine_answers_as_a_cold_one(k: int, tier: str, tmp_path: Path) -> None:
     source = engine(opened(tmp_path / "source"))
     for prompt in (FIRST, SECOND):
@@ -125,7 +128,6 @@ def _with_room(room: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize(
     "change",
     [
@@ -159,6 +161,7 @@ def test_another_state_than_the_prompts_is_refused_before_its_tensors_come(
     assert "ends too early" not in str(caught.value)
 
 
+@pytest.mark.smoke
 def test_a_state_of_another_prompt_is_refused() -> None:
     source, target = engine_in_memory(), engine_in_memory()
     _ = answer(source, request(ALIEN, 2, TOKENS))
@@ -166,6 +169,7 @@ def test_a_state_of_another_prompt_is_refused() -> None:
         _ = received(target, request(SECOND, 2, TOKENS), content(source, request(ALIEN, 2)))
 
 
+@pytest.mark.smoke
 def test_a_changed_byte_anywhere_is_noticed() -> None:
     source, target = engine_in_memory(), engine_in_memory()
     engine_request = request(OTHER, 2, TOKENS)
@@ -203,6 +207,7 @@ def test_a_state_that_does_not_fit_the_model_costs_no_answer(
     assert state.held_bytes == 0
 
 
+@pytest.mark.smoke
 def test_more_bytes_than_there_is_room_for_are_refused_before_they_come() -> None:
     source = engine_in_memory()
     engine_request = request(FIRST, 2, TOKENS)

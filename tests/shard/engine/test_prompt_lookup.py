@@ -104,6 +104,7 @@ def test_lengths_are_measured_once(tmp_path: Path) -> None:
     assert lookup is not None and lookup.policy.longest == 3
 
 
+@pytest.mark.smoke
 def test_rows_that_change_numbers_turn_it_off_with_the_reason() -> None:
     served = small_engine(prompt_lookup=True, context_length=512)
     assert perturb(served._stage.model, by_rows) > 0
@@ -114,6 +115,7 @@ def test_rows_that_change_numbers_turn_it_off_with_the_reason() -> None:
     assert result.stats.lookup_reason == served.lookup.off_reason
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -83,8 +83,9 @@ def test_a_fault_of_a_shared_forward_ends_no_answer(
     follow(pipeline, lost, alone=True)
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("loss", ["freed", "replaced", "later attempt"])
+@pytest.mark.parametrize(
+    "loss", ["freed", "replaced", pytest.param("later attempt", marks=pytest.mark.smoke)]
+)
 def test_where_a_stage_refuses_one_the_others_of_the_forward_continue_by_another_attempt(
     loss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,7 @@ def batches(reader: Reader) -> set[int]:
     return {round_.forward.batch for round_ in reader.rounds}
 
 
-@pytest.mark.parametrize("bounds", [TWO, pytest.param(THREE, marks=pytest.mark.smoke)])
+@pytest.mark.parametrize("bounds", [TWO, THREE])
 def test_answers_that_share_rounds_are_those_that_they_are_alone(bounds: Sequence[int]) -> None:
     """They join, end, stall and are cancelled; groups are as many as stages."""
     pipeline, readers = staged(bounds), readers_of(6)

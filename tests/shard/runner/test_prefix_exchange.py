@@ -123,8 +123,7 @@ def source() -> Any:
     runner.compute.close()
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("k", [0, 1, 2, 3])
+@pytest.mark.parametrize("k", [0, 1, 2, pytest.param(3, marks=pytest.mark.smoke)])
 def test_an_answer_begins_after_the_state_of_another_runner(
     k: int, source: Runner, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -172,11 +171,11 @@ def test_a_client_finds_prefixes_and_reads_refusals(source: Runner) -> None:
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"key": "another"}, InvalidRequest),
+        pytest.param({"key": "another"}, InvalidRequest, marks=pytest.mark.smoke),
         ({"key": ""}, InvalidRequest),
         ({"placement": "another"}, PeerLost),
         ({"tokens": [1 << 20]}, InvalidRequest),
-        ({"tokens": ALIEN}, StateLost),
+        pytest.param({"tokens": ALIEN}, StateLost, marks=pytest.mark.smoke),
         ({"cache_salt": b"another"}, StateLost),
     ],
     ids=str,
@@ -267,7 +266,6 @@ def chunks_of(prompt: list[int], source: Runner) -> list[bytes]:
     return [data[begin : begin + 50_000] for begin in range(0, len(data), 50_000)]
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("misbehave", "reason"),
     [
@@ -278,7 +276,7 @@ def chunks_of(prompt: list[int], source: Runner) -> list[bytes]:
         ("flips a byte", "not those that were written"),
         ("flips a byte of the header", ""),
         ("sends without end", "no safetensors file"),
-        ("describes nothing", "no file of a prefix"),
+        pytest.param("describes nothing", "no file of a prefix", marks=pytest.mark.smoke),
         ("goes on behind the end", "more bytes than it describes"),
         ("sends another prompt", "of another prompt"),
         ("has another key", "of another model"),
