@@ -7,7 +7,6 @@ desired.py: the models that should be loaded: sent by the head, recorded by the 
 discovery.py: mDNS: addresses to dial
 election.py: which node is the head; pure
 exchanges.py: dials addresses and exchanges heartbeats with them
-heartbeats.py: heartbeats as messages
 member.py: the other nodes by their heartbeats; pure
 membership.py: alive, suspect, dead; pure
 node_exit.py: the reason why a node ends by itself

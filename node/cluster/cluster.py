@@ -18,7 +18,6 @@ from .cluster_state import Change, ClusterState
 from .desired import DesiredPlacements
 from .election import HeadChanged, HeadLost, TermRaised
 from .exchanges import Calls, Exchanges, News
-from .heartbeats import describe_node, fill, read
 from .member import Member, MemberFacts
 from .membership import Died, LeftCluster, Suspected
 
@@ -218,7 +217,7 @@ class Cluster:
             if status != "dead" and member.id in self._cluster_state.draining:
                 status = "draining"
             roles = {"self": member.id == self.self_id, "head": member.id == self.head}
-            nodes.append(describe_node(member, status) | roles)
+            nodes.append(member.describe(status) | roles)
         return {
             "self": self.self_id,
             "head": self.head,
@@ -266,21 +265,20 @@ class Cluster:
 
     def _heartbeat(self) -> pb.Heartbeat:
         own = self._describe_self()
-        message = pb.Heartbeat(
-            protocol=PROTOCOL,
-            sender=own.facts,
-            peers=[member.address for member in self._members.values()],
-            placements=own.stages,
-            desired=self._desired.to_wire() if self.is_head else (),
-        )
-        fill(message, self._cluster_state.heartbeat(time.monotonic()))
+        message = self._cluster_state.heartbeat(time.monotonic())
+        message.protocol = PROTOCOL
+        message.sender.CopyFrom(own.facts)
+        message.peers.extend(member.address for member in self._members.values())
+        message.placements.extend(own.stages)
+        if self.is_head:
+            message.desired.extend(self._desired.to_wire())
         return message
 
     def _record(self, node: NodeId, address: str, beat: pb.Heartbeat) -> None:
         now = time.monotonic()
         member = self._members.setdefault(node, Member(address, beat))
         member.record_heartbeat(address, beat, now, self._timing.dead_after_s)
-        self._apply(self._cluster_state.record_heartbeat(read(node, beat), now))
+        self._apply(self._cluster_state.record_heartbeat(beat, now))
         if node == beat.head:
             self._desired.learn(node, beat.desired, followed=node == self.head)
         if node not in self._cluster_state.membership.statuses():

@@ -4,29 +4,23 @@ Heartbeats go in, changes come out; time comes with each call, in seconds of a m
 `node/cluster/cluster.py` runs it over the network, the tests over simulated time.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
-from ...placement.ids import NodeId
+from ...placement.ids import NodeId, Term
+from ...proto import peer_pb2 as pb
 from ..machine.timing import Timing
 from . import election, membership
 from .election import Election, LeaderClaim, TermStore
-from .membership import Died, LeftCluster, Membership, View
+from .membership import Died, LeftCluster, Membership, Status, View
 
 Change = membership.Change | election.Change
 
-
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """The part of a heartbeat that membership and election use."""
-
-    sender: NodeId
-    boot_id: int
-    """The same for all heartbeats of one process."""
-    incarnation: int
-    claim: LeaderClaim
-    views: tuple[View, ...] = ()
-    draining: bool = False
-    """The sender is about to leave: it takes no new work and cannot lead."""
+_TO_WIRE: Mapping[Status, pb.ViewStatus.ValueType] = {
+    "alive": pb.VIEW_STATUS_ALIVE,
+    "suspect": pb.VIEW_STATUS_SUSPECT,
+    "dead": pb.VIEW_STATUS_DEAD,
+}
+_FROM_WIRE: Mapping[int, Status] = {number: status for status, number in _TO_WIRE.items()}
 
 
 class ClusterState:
@@ -51,17 +45,20 @@ class ClusterState:
         self.draining: frozenset[NodeId] = frozenset()
         """The nodes that are about to leave, this one among them."""
 
-    def record_heartbeat(self, beat: Heartbeat, now: float) -> tuple[Change, ...]:
+    def record_heartbeat(self, beat: pb.Heartbeat, now: float) -> tuple[Change, ...]:
         """A heartbeat of another node."""
-        node = beat.sender
+        node = NodeId(beat.sender.id)
         news = self.membership.record_heartbeat(node, beat.incarnation, beat.boot_id, now)
         changes = self._with_election(news, now)
         # Its view of this node counts even where the heartbeat does not: this node's record may be
         # of an older process.
-        changes += self.membership.record_views(node, beat.views, now)
+        changes += self.membership.record_views(node, _views(beat), now)
         if self.membership.is_current(node, beat.incarnation):
             self.draining = self.draining | {node} if beat.draining else self.draining - {node}
-            changes += self.election.record_claim(node, beat.claim, self._electable(), now)
+            claim = LeaderClaim(
+                Term(beat.term), NodeId(beat.head) or None, beat.followers, beat.head_for_s
+            )
+            changes += self.election.record_claim(node, claim, self._electable(), now)
         return changes
 
     def record_refusal(self, node: NodeId, now: float) -> tuple[Change, ...]:
@@ -82,14 +79,21 @@ class ClusterState:
         self.draining |= {self.self_id}
         return self.election.resign(self._electable(), now)
 
-    def heartbeat(self, now: float) -> Heartbeat:
-        """The heartbeat that this node sends."""
-        return Heartbeat(
-            sender=self.self_id,
+    def heartbeat(self, now: float) -> pb.Heartbeat:
+        """The part of this node's heartbeat that membership and election decide."""
+        claim = self.election.claim(now)
+        return pb.Heartbeat(
+            sender=pb.NodeFacts(id=self.self_id),
             boot_id=self.boot_id,
             incarnation=self.membership.incarnation,
-            claim=self.election.claim(now),
-            views=self.membership.views(),
+            term=claim.term,
+            head=claim.head or "",
+            followers=claim.followers,
+            head_for_s=claim.head_for_s,
+            views=[
+                pb.View(node=view.node, incarnation=view.incarnation, status=_TO_WIRE[view.status])
+                for view in self.membership.views()
+            ],
             draining=self.self_id in self.draining,
         )
 
@@ -106,3 +110,10 @@ class ClusterState:
 
     def _electable(self) -> frozenset[NodeId]:
         return self.membership.live() - self.draining
+
+
+def _views(beat: pb.Heartbeat) -> Iterator[View]:
+    """The sender's views; those of a status that is unknown here are left out."""
+    for view in beat.views:
+        if view.status in _FROM_WIRE:
+            yield View(NodeId(view.node), view.incarnation, _FROM_WIRE[view.status])

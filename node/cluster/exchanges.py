@@ -13,8 +13,8 @@ from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
 from ..machine.tasks import Loops, cancel
 from ..machine.timing import Timing
+from ..rpc.channels import checked
 from ..rpc.control_client import ControlClient
-from .heartbeats import checked
 
 log = logging.getLogger(__name__)
 

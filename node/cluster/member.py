@@ -3,10 +3,21 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
 
+_NODE_FACTS = (
+    *("id", "name", "version", "host", "port", "http_host", "http_port"),
+    *("chip", "backend", "memory_bytes", "memory_bandwidth"),
+)
+_STAGE_FACTS = (
+    *("placement", "model", "stage", "status", "progress", "pid", "live_requests"),
+    *("weight_bytes", "checkpoint_bytes_read", "cache_bytes", "prefix_cache_bytes"),
+    *("prefix_disk_bytes", "prefix_disk_rows", "prefix_memory_rows", "prefix_peer_rows"),
+    "peak_memory_bytes",
+)
 EXCHANGE_WEIGHT = 0.25
 """Share of the last exchange in the mean: the first one's handshake fades within seconds."""
 
@@ -28,6 +39,11 @@ class MemberFacts:
     @property
     def id(self) -> NodeId:
         return NodeId(self.facts.id)
+
+    def describe(self, status: str) -> dict[str, Any]:
+        """An entry of `nodes` in the body of `GET /v1/cluster`."""
+        facts = {name: getattr(self.facts, name) for name in _NODE_FACTS}
+        return {**facts, "status": status, "stages": [_describe(each) for each in self.stages]}
 
 
 @dataclass(slots=True)
@@ -84,3 +100,11 @@ class Member:
         return MemberFacts(
             beat.sender, stages, draining, beat.head, self.heard_at, self.alive_since
         )
+
+
+def _describe(state: pb.StageState) -> dict[str, Any]:
+    facts = {name: getattr(state, name) for name in _STAGE_FACTS}
+    return facts | {
+        "layers": [state.first_layer, state.end_layer],
+        "error": state.error or None,
+    }

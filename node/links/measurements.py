@@ -22,7 +22,7 @@ from ..rpc.link_rpc import LinkClient
 from ..runners.runner_client import Endpoint
 from .layer_profiles import TIMES, LayerProfiles
 from .paths import LinkPath, fastest, link_paths, nearest
-from .prober import LinkPeer, LinkProber
+from .prober import LinkProber
 
 log = logging.getLogger(__name__)
 
@@ -199,13 +199,14 @@ class Profiling:
 
     # ----------------------------------------------------------------------- inside
 
-    def _peers(self) -> list[LinkPeer]:
+    def _peers(self) -> set[tuple[NodeId, str]]:
         """The members with larger ids: the smaller id of a pair measures both directions."""
-        others = [member for member in self._members() if member.id > self._self]
-        hosts = {m.id: m.facts.addresses or [m.facts.host] for m in others}
-        return [
-            LinkPeer(m.id, tuple(f"{host}:{m.facts.port}" for host in hosts[m.id])) for m in others
-        ]
+        return {
+            (member.id, f"{host}:{member.facts.port}")
+            for member in self._members()
+            if member.id > self._self
+            for host in member.facts.addresses or [member.facts.host]
+        }
 
     def _busy(self, peer: NodeId) -> bool:
         ends = (self._self, peer)

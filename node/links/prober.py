@@ -2,24 +2,18 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from ...placement.errors import ExoNodeError
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
 from ..machine.timing import Timing
-from ..rpc.link_rpc import LinkMeasurement
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class LinkPeer:
-    """Another live node; `addresses` are host:port of its control server."""
-
-    id: NodeId
-    addresses: tuple[str, ...]
+LinkEnds = Collection[tuple[NodeId, str]]
+"""Other live nodes, each with host:port of its control server; a node may have several."""
 
 
 @dataclass(slots=True)
@@ -32,7 +26,8 @@ class ProbedLink:
     tried_at: float = 0.0
     tries: int = 0
     source: str = ""
-    measurement: LinkMeasurement | None = None
+    measurement: pb.LinkReport | None = None
+    """Without addresses."""
     measured_at: float = 0.0
 
     def is_due(self, now: float, busy: Callable[[NodeId], bool], timing: Timing) -> bool:
@@ -46,15 +41,12 @@ class ProbedLink:
     def report(self, now: float) -> pb.LinkReport | None:
         if self.measurement is None:
             return None
-        return pb.LinkReport(
-            peer=self.peer,
-            from_address=self.source,
-            to_address=self.address.rpartition(":")[0],
-            echoes=self.measurement.echoes,
-            bandwidth_out=self.measurement.bandwidth_out,
-            bandwidth_in=self.measurement.bandwidth_in,
-            age_s=int(now - self.measured_at),
+        host, age_s = self.address.rpartition(":")[0], int(now - self.measured_at)
+        report = pb.LinkReport(
+            peer=self.peer, from_address=self.source, to_address=host, age_s=age_s
         )
+        report.MergeFrom(self.measurement)
+        return report
 
 
 class LinkTable:
@@ -64,11 +56,10 @@ class LinkTable:
         self._timing = timing
         self._links: dict[tuple[NodeId, str], ProbedLink] = {}
 
-    def update(self, peers: Iterable[LinkPeer], now: float) -> None:
+    def update(self, ends: LinkEnds, now: float) -> None:
         """Adds the peers' new addresses and removes others, so a returning node is measured."""
-        keys = {(peer.id, address) for peer in peers for address in peer.addresses}
-        self._links = {key: link for key, link in self._links.items() if key in keys}
-        for node, address in sorted(keys - self._links.keys()):
+        self._links = {key: link for key, link in self._links.items() if key in ends}
+        for node, address in sorted({*ends} - self._links.keys()):
             self._links[node, address] = ProbedLink(node, address, now)
 
     def next_due(self, now: float, busy: Callable[[NodeId], bool]) -> ProbedLink | None:
@@ -86,9 +77,9 @@ class LinkProber:
 
     def __init__(
         self,
-        peers: Callable[[], list[LinkPeer]],
+        peers: Callable[[], LinkEnds],
         busy: Callable[[NodeId], bool],
-        measure: Callable[[str, NodeId], Awaitable[LinkMeasurement]],
+        measure: Callable[[str, NodeId], Awaitable[pb.LinkReport]],
         source: Callable[[str], str | None],
         clock: Callable[[], float],
         timing: Timing,

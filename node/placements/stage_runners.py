@@ -13,12 +13,11 @@ from ...placement.ids import ModelId, NodeId, PlacementId
 from ...proto import peer_pb2 as pb
 from ...shard.checkpoint.stage_files import NOT_COPIED
 from ..cluster.cluster import Cluster
-from ..cluster.heartbeats import checked
 from ..links.measurements import Profiling
 from ..machine.settings import Settings
 from ..machine.tasks import unless
 from ..machine.timing import Timing
-from ..rpc.channels import Channels
+from ..rpc.channels import Channels, checked
 from ..rpc.control_client import ControlClient
 from ..runners.runner_client import Endpoint, RunnerClient
 from ..runners.supervisor import Supervisor

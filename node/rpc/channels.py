@@ -8,20 +8,24 @@ from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from ...placement.errors import (
     ExoNodeError,
+    InvalidRequest,
     OtherCluster,
     PeerLost,
     PeerRefused,
     Untrusted,
     from_code,
 )
+from ...proto.bounds import fault as number_fault
 from ...proto.grpc_options import CHANNEL_OPTIONS
 from ..trust.certificates import Credentials, channel_credentials, clock_trouble
 
 _LOG = logging.getLogger(__name__)
 Reply = TypeVar("Reply")
+_Message = TypeVar("_Message", bound=Message)
 NODE_CHANNEL_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.max_reconnect_backoff_ms", 1000))
 # Parts of gRPC's text where one side does not accept a certificate. "Handshake read failed" is no
 # such part: the other process ended during the handshake.
@@ -99,6 +103,14 @@ class Channels:
         ended = [key for key in self._channels if key[0].rpartition(":")[0] not in keep]
         channels = [self._channels.pop(key) for key in ended]
         _ = await asyncio.gather(*(channel.close() for channel in channels))
+
+
+def checked(message: _Message, sender: str) -> _Message:
+    """The same message. Raises InvalidRequest where a number in it is out of its bounds."""
+    if (wrong := number_fault(message)) is not None:
+        text = f"{sender} sent {wrong.field} that {wrong.text}; nothing of that message counts"
+        raise InvalidRequest(text, param=wrong.field)
+    return message
 
 
 async def reply(call: Awaitable[Reply], where: str) -> Reply:

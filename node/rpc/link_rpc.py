@@ -3,7 +3,6 @@
 import asyncio
 import statistics
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
@@ -28,16 +27,6 @@ _CHUNKS: Final = 16  # 4 MiB in all
 _CONNECT_LIMIT_S: Final = 3.0
 _LIMIT_S: Final = 30.0
 _MEASURE_ALL_LIMIT_S: Final = 120.0
-
-
-@dataclass(frozen=True, slots=True)
-class LinkMeasurement:
-    """The round trips and throughput to one address of a peer."""
-
-    echoes: tuple[pb.Echoes, ...]
-    bandwidth_out: float
-    """Bytes a second."""
-    bandwidth_in: float
 
 
 class LinkService(peer_pb2_grpc.LinkServicer):
@@ -68,8 +57,11 @@ class LinkClient:
         self._credentials = channel_credentials(credentials)
         self._clock = clock
 
-    async def measure(self, address: str, node: NodeId) -> LinkMeasurement:
-        """Measures the link to host:port, a peer's control server. Raises ExoNodeError."""
+    async def measure(self, address: str, node: NodeId) -> pb.LinkReport:
+        """Measures the link to host:port, a peer's control server; the report has no addresses.
+
+        Raises ExoNodeError.
+        """
         async with self._channel(address, node) as channel:
             try:
                 async with asyncio.timeout(_CONNECT_LIMIT_S):
@@ -97,7 +89,7 @@ class LinkClient:
         ]
         return grpc.aio.secure_channel(address, self._credentials, options)
 
-    async def _all(self, stub: peer_pb2_grpc.LinkStub) -> LinkMeasurement:
+    async def _all(self, stub: peer_pb2_grpc.LinkStub) -> pb.LinkReport:
         call = stub.Echo(timeout=_LIMIT_S)
         try:
             _ = await self._echo(call, ECHOES[0][0])  # the first one starts the stream
@@ -105,8 +97,8 @@ class LinkClient:
         finally:
             _ = call.cancel()
         round_trip_s = echoes[0].p50_s
-        return LinkMeasurement(
-            echoes=tuple(echoes),
+        return pb.LinkReport(
+            echoes=echoes,
             bandwidth_out=await self._bandwidth(stub, _CHUNK, 0, round_trip_s),
             bandwidth_in=await self._bandwidth(stub, 0, _CHUNK, round_trip_s),
         )

@@ -18,12 +18,12 @@ from simulated import Disk
 from exo_node.node.cluster.cluster import Cluster
 from exo_node.node.cluster.cluster_state import ClusterState
 from exo_node.node.cluster.desired import DesiredPlacements
-from exo_node.node.cluster.heartbeats import checked
 from exo_node.node.cluster.member import MemberFacts
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.tasks import Loops
 from exo_node.node.machine.timing import LAN, LOCAL
 from exo_node.node.rpc import control_server
+from exo_node.node.rpc.channels import checked
 from exo_node.node.rpc.control_server import PROTOCOL
 from exo_node.placement.errors import ExoNodeError, InvalidFrame, InvalidRequest, PeerLost
 from exo_node.placement.ids import NodeId

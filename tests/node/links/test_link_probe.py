@@ -5,9 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from exo_node.node.links.prober import LinkPeer, LinkProber, LinkTable
+from exo_node.node.links.prober import LinkProber, LinkTable
 from exo_node.node.machine.timing import LAN
-from exo_node.node.rpc.link_rpc import LinkMeasurement
 from exo_node.placement.errors import PeerLost
 from exo_node.placement.ids import NodeId
 from exo_node.proto import peer_pb2 as pb
@@ -15,7 +14,11 @@ from exo_node.proto import peer_pb2 as pb
 TIMING = LAN
 B, C = NodeId("b"), NodeId("c")
 ONE, TWO = "10.0.0.2:1", "10.0.1.2:1"
-MEASURED = LinkMeasurement((pb.Echoes(bytes=1024, count=5, min_s=1e-3, p50_s=2e-3),), 1e8, 2e8)
+MEASURED = pb.LinkReport(
+    echoes=[pb.Echoes(bytes=1024, count=5, min_s=1e-3, p50_s=2e-3)],
+    bandwidth_out=1e8,
+    bandwidth_in=2e8,
+)
 
 
 def idle(_: NodeId) -> bool:
@@ -37,8 +40,7 @@ def measured_at(table: LinkTable, now: float, state: Callable[[NodeId], bool] = 
 
 def test_a_new_peer_is_measured_at_once_then_again_then_seldom() -> None:
     table = LinkTable(TIMING)
-    peers = [LinkPeer(B, (ONE, TWO))]
-    table.update(peers, 1000.0)
+    table.update([(B, ONE), (B, TWO)], 1000.0)
     assert measured_at(table, 1000.0) == [ONE, TWO]
     assert measured_at(table, 1000.0 + TIMING.rescan_s - 1) == []
     assert measured_at(table, 1000.0 + TIMING.rescan_s + 1) == [ONE, TWO]
@@ -48,25 +50,25 @@ def test_a_new_peer_is_measured_at_once_then_again_then_seldom() -> None:
 
 def test_a_new_address_of_a_known_peer_is_measured_alone() -> None:
     table = LinkTable(TIMING)
-    table.update([LinkPeer(B, (ONE,))], 1000.0)
+    table.update([(B, ONE)], 1000.0)
     assert measured_at(table, 1000.0) == [ONE]
-    table.update([LinkPeer(B, (ONE, TWO))], 1001.0)
+    table.update([(B, ONE), (B, TWO)], 1001.0)
     assert measured_at(table, 1001.0) == [TWO]
 
 
 def test_a_peer_that_comes_back_is_measured_at_once() -> None:
     table = LinkTable(TIMING)
-    table.update([LinkPeer(B, (ONE,))], 1000.0)
+    table.update([(B, ONE)], 1000.0)
     assert measured_at(table, 1000.0) == [ONE]
     table.update([], 1001.0)
     assert list(table.links) == []
-    table.update([LinkPeer(B, (ONE,))], 1002.0)
+    table.update([(B, ONE)], 1002.0)
     assert measured_at(table, 1002.0) == [ONE]
 
 
 def test_a_link_under_an_answer_waits_but_not_for_ever() -> None:
     table = LinkTable(TIMING)
-    table.update([LinkPeer(B, (ONE,)), LinkPeer(C, (TWO,))], 1000.0)
+    table.update([(B, ONE), (C, TWO)], 1000.0)
     assert measured_at(table, 1000.0, lambda node: node == B) == [TWO]
     assert measured_at(table, 1000.0 + TIMING.overdue_s - 1, busy) == []
     assert measured_at(table, 1000.0 + TIMING.overdue_s + 1, busy) == [ONE], "never measured before"
@@ -80,21 +82,21 @@ class Network:
         self.dead = dead
         self.calls: list[str] = []
 
-    async def measure(self, address: str, _node: NodeId) -> LinkMeasurement:
+    async def measure(self, address: str, _node: NodeId) -> pb.LinkReport:
         self.calls.append(address)
         await asyncio.sleep(0)
         if address in self.dead:
             raise PeerLost("no")
         return MEASURED
 
-    def prober(self, *peers: LinkPeer, source: str | None = "10.0.0.1") -> LinkProber:
+    def prober(self, *ends: tuple[NodeId, str], source: str | None = "10.0.0.1") -> LinkProber:
         return LinkProber(
-            lambda: list(peers), idle, self.measure, lambda _: source, lambda: 1000.0, TIMING
+            lambda: ends, idle, self.measure, lambda _: source, lambda: 1000.0, TIMING
         )
 
 
 async def test_reports_name_both_addresses() -> None:
-    prober = Network().prober(LinkPeer(B, (ONE,)))
+    prober = Network().prober((B, ONE))
     [report] = await prober.measure_all()
     assert (report.peer, report.from_address, report.to_address) == (B, "10.0.0.1", "10.0.0.2")
     assert (report.bandwidth_out, report.bandwidth_in) == (1e8, 2e8)
@@ -104,14 +106,14 @@ async def test_reports_name_both_addresses() -> None:
 
 async def test_an_address_that_leads_nowhere_is_no_link_and_no_fault() -> None:
     network = Network(ONE)
-    prober = network.prober(LinkPeer(B, (ONE, TWO)))
+    prober = network.prober((B, ONE), (B, TWO))
     assert [report.to_address for report in await prober.measure_all()] == ["10.0.1.2"]
     assert network.calls == [ONE, TWO]
 
 
 async def test_a_dead_link_is_not_reported_any_more() -> None:
     network = Network()
-    prober = network.prober(LinkPeer(B, (ONE,)))
+    prober = network.prober((B, ONE))
     assert await prober.measure_all()
     network.dead = (ONE,)
     assert await prober.measure_all() == []
@@ -119,7 +121,7 @@ async def test_a_dead_link_is_not_reported_any_more() -> None:
 
 async def test_without_a_route_nothing_is_dialled() -> None:
     network = Network()
-    assert await network.prober(LinkPeer(B, (ONE,)), source=None).measure_all() == []
+    assert await network.prober((B, ONE), source=None).measure_all() == []
     assert network.calls == []
 
 
@@ -127,7 +129,7 @@ async def test_without_a_route_nothing_is_dialled() -> None:
 async def test_one_link_at_a_time(peers: int) -> None:
     running, most = 0, 0
 
-    async def measure(_address: str, _node: NodeId) -> LinkMeasurement:
+    async def measure(_address: str, _node: NodeId) -> pb.LinkReport:
         nonlocal running, most
         running += 1
         most = max(most, running)
@@ -135,7 +137,7 @@ async def test_one_link_at_a_time(peers: int) -> None:
         running -= 1
         return MEASURED
 
-    others = [LinkPeer(NodeId(str(i)), (f"10.0.0.{i}:1",)) for i in range(peers)]
+    others = [(NodeId(str(i)), f"10.0.0.{i}:1") for i in range(peers)]
     prober = LinkProber(lambda: others, idle, measure, lambda _: "x", lambda: 1000.0, TIMING)
     _ = await asyncio.gather(prober.measure_all(), prober.measure_all())
     assert most == 1
