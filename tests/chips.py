@@ -6,6 +6,8 @@ agree was computed by running their text on a CPU. Here a call computes what the
 kernel's result differs from it by a relative deviation of its own, the same for every row. So two
 calls agree for a row if Metal's would, and never otherwise.
 
+Times are as published: before the M3 two rows of a dense product take 2.9 times as long as one.
+
 `on_chip` patches MLX in this process; in a runner's process `chip_runner.py` does.
 """
 
@@ -120,6 +122,7 @@ def on_chip(chip: Chip, deviation: float = COARSE) -> Generator[None]:
         (mx, "gather_qmm"): mx.gather_qmm,
         (mx.fast, "scaled_dot_product_attention"): mx.fast.scaled_dot_product_attention,
         (row_groups, "may_depend_on_rows"): row_groups.may_depend_on_rows,
+        (row_groups, "seconds_of"): row_groups.seconds_of,
     }
     replace(chip, deviation)
     try:
@@ -136,6 +139,7 @@ def replace(chip: Chip, deviation: float) -> None:
     """
     row_groups.may_depend_on_rows = lambda: True
     kernels = _Kernels(chip, deviation)
+    row_groups.seconds_of = kernels.seconds_of
     matmul = mx.array.__matmul__
     mx.array.__matmul__ = lambda x, w: kernels.matmul(matmul, x, w)
     mx.addmm = kernels.addmm
@@ -150,6 +154,13 @@ class _Kernels:
     def __init__(self, chip: Chip, deviation: float) -> None:
         self._chip = chip
         self._deviation = deviation
+        self._last = ""
+        """The kernel of the last call."""
+
+    def seconds_of(self, run: Callable[[int, int], Any], rows: int, *_: object) -> float:
+        """In place of `trial.seconds_of`: those of one product."""
+        _ = run(rows, 0)
+        return 2.9 if self._last.startswith("steel") else 1.0
 
     def matmul(self, stock: Callable[..., mx.array], x: mx.array, w: Any) -> mx.array:
         if not isinstance(w, mx.array) or w.ndim not in (2, 3) or x.ndim < 2:
@@ -213,6 +224,7 @@ class _Kernels:
 
     def _deviating(self, out: mx.array, kernel: str, more: mx.array | int = 0) -> mx.array:
         """`more`: what decides the bits besides, an integer or one for each row, (.., rows, 1)."""
+        self._last = kernel
         wave = (1 + zlib.crc32(kernel.encode()) % 9973 + 0.37 * more) * mx.arange(
             1, out.shape[-1] + 1
         )

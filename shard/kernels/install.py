@@ -41,7 +41,9 @@ def install(
         choices += (
             KernelChoice("chunked_delta", rows, layers, True, "MLX would loop over the rows"),
         )
-    return choices + (group_rows(products, dtype, agreeing) if mode == "auto" else ())
+    return choices + (
+        group_rows(products, dtype, time.perf_counter, agreeing) if mode == "auto" else ()
+    )
 
 
 def used(choices: Iterable[KernelChoice]) -> tuple[str, ...]:

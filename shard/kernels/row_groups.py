@@ -25,9 +25,13 @@ from .row_products import (
     plain_product,
 )
 from .row_sets import WIDTHS, RowRange, agreeing_rows
-from .trial import KernelChoice, group_modules
+from .trial import Clock, KernelChoice, group_modules, random_rows, seconds_of
 
 NAME: Final = "row_groups"
+SINGLE: Final = "single_rows"
+"""Products whose rows are computed one by one. It is named beside NAME: elsewhere the same products
+may be in groups, and have other bits."""
+_ONE: Final = RowRange(1, 1)
 MeasuredRows = dict[str, RowRange]
 """The numbers of rows that agree, by `ProductKind.key`."""
 
@@ -125,12 +129,15 @@ def measure(layer: Any, kind: ProductKind) -> RowRange | None:
 
 
 def group_rows(
-    modules: Sequence[nn.Module], dtype: mx.Dtype, earlier: MeasuredRows | None = None
+    modules: Sequence[nn.Module],
+    dtype: mx.Dtype,
+    clock: Clock,
+    earlier: MeasuredRows | None = None,
 ) -> tuple[KernelChoice, ...]:
     """Groups the rows of each kind of product in `modules` where one row and more differ.
 
     `dtype`: that of hidden states. `earlier`: what earlier loads measured, by `ProductKind.key`;
-    what it lacks is measured and added. Returns the kinds that are grouped, and those that no
+    what it lacks is measured and added. Returns what was found of each kind, and the kinds that no
     grouping makes exact.
     """
     if not may_depend_on_rows():
@@ -140,24 +147,35 @@ def group_rows(
         KernelChoice(NAME, f"product in {name}", 1, False, "this class computes it by itself")
         for name in sorted(not_grouped(modules))
     ]
-    earlier = {} if earlier is None else earlier
-    choices = list[KernelChoice | None]()
-    for kind, layers in products_of(modules, dtype).items():
-        if (agreeing := earlier.get(kind.key) or measure(layers[0], kind)) is not None:
-            earlier[kind.key] = agreeing
-        choices.append(_group(kind, layers, agreeing))
-    return (*(choice for choice in choices if choice is not None), *unknown)
+    earlier, kinds = {} if earlier is None else earlier, products_of(modules, dtype)
+    measured = {k: measure(kinds[k][0], k) for k in kinds if k.key not in earlier}
+    floors = {k: rows.floor for k, rows in measured.items() if rows is not None and rows.floor > 1}
+    # All alike, so that times which are close to each other decide nothing.
+    if sum(_lost_s(k, kinds[k], floor, clock) for k, floor in floors.items()) > 0:
+        measured |= dict.fromkeys(floors, _ONE)
+    earlier |= {kind.key: rows for kind, rows in measured.items() if rows is not None}
+    return (*(_group(k, layers, earlier.get(k.key)) for k, layers in kinds.items()), *unknown)
 
 
-def _group(
-    kind: ProductKind, layers: Sequence[Any], agreeing: RowRange | None
-) -> KernelChoice | None:
+def _lost_s(kind: ProductKind, layers: Sequence[Any], floor: int, clock: Clock) -> float:
+    """Seconds that calls of `floor` rows take more than as many calls of one row, in all layers."""
+    x = random_rows((floor, kind.inputs), kind.dtype, 1)
+
+    def run(rows: int, layer: int) -> list[Any]:
+        return [plain_product(layers[layer], x[:rows])]
+
+    one, together = (seconds_of(run, rows, len(layers), clock) for rows in (1, floor))
+    return len(layers) * (together - floor * one)
+
+
+def _group(kind: ProductKind, layers: Sequence[Any], agreeing: RowRange | None) -> KernelChoice:
     if agreeing is None:
         why = "no number of rows gives the same bits twice"
         return KernelChoice(NAME, str(kind), len(layers), False, why)
-    if agreeing == RowRange(1, kind.widths[-1]):
-        return None
-    for layer in layers:
-        layer.agreeing = agreeing
-        layer.__class__ = _grouped(type(layer))
-    return KernelChoice(NAME, str(kind), len(layers), True, f"{agreeing} give the same bits")
+    is_grouped, name = agreeing != RowRange(1, kind.widths[-1]), NAME
+    if is_grouped:
+        name = SINGLE if agreeing == _ONE else NAME
+        for layer in layers:
+            layer.agreeing = agreeing
+            layer.__class__ = _grouped(type(layer))
+    return KernelChoice(name, str(kind), len(layers), is_grouped, f"{agreeing} give the same bits")

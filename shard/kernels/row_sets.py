@@ -35,7 +35,7 @@ class RowRange:
     ceiling: int
 
     def __str__(self) -> str:
-        return f"{self.floor} to {self.ceiling} rows"
+        return f"{self.floor} to {self.ceiling} rows" if self.ceiling > 1 else "single rows"
 
 
 def agreeing_rows(

@@ -65,7 +65,10 @@ def try_kernel(ours: Run, stock: Run, layers: int, dtype: mx.Dtype, clock: Clock
         return Trial(layers, f"it cannot be compiled or started here: {first[0][:200]}")
     if difference:
         return Trial(layers, difference)
-    own, other = ((_time(r, 1, layers, clock), _time(r, FEW, layers, clock)) for r in (ours, stock))
+    own, other = (
+        (seconds_of(run, 1, layers, clock), seconds_of(run, FEW, layers, clock))
+        for run in (ours, stock)
+    )
     return Trial(layers, "", own, other)
 
 
@@ -125,7 +128,7 @@ def _difference(ours: Run, stock: Run, dtype: mx.Dtype) -> str:
     return ""
 
 
-def _time(run: Run, rows: int, layers: int, clock: Clock) -> float:
+def seconds_of(run: Run, rows: int, layers: int, clock: Clock) -> float:
     """Seconds of one call: the minimum of some repeats over several layers, after a warm-up."""
     best = float("inf")
     for _ in range(_REPEATS + 1):

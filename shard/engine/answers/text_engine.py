@@ -106,7 +106,7 @@ class TextEngine:
         caches = stage.make_caches()
         self.lookup = LookupControl(options, stage.model, caches, is_whole=link is None)
         # Grouped products compute many rows of one request as one call, padding included.
-        is_grouped = row_groups.NAME in self._kernels
+        is_grouped = not {row_groups.NAME, row_groups.SINGLE}.isdisjoint(self._kernels)
         self._can_batch_prompts = family is not None and can_batch(caches) and not is_grouped
         self._prefixes = PrefixStore(
             options.prefix_cache_bytes, stage.make_caches, prefix_disk, self._schedule.turn_ends

@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
@@ -111,7 +112,7 @@ def chip(request: pytest.FixtureRequest) -> Iterator[Chip]:
 def test_a_row_has_its_bits_in_every_block(name: str, *, with_groups: bool) -> None:
     layer = LAYERS[name]()
     if with_groups:
-        [choice] = group_rows([m for _, m in layer.named_modules()], mx.bfloat16)
+        [choice] = group_rows([m for _, m in layer.named_modules()], mx.bfloat16, perf_counter)
         assert choice.used
     x = mx.random.normal((64, SIZE), key=mx.random.key(5)).astype(mx.bfloat16)
     singles = [outcome(layer, x[None, i : i + 1]) for i in range(64)]
@@ -133,7 +134,7 @@ def test_experts_are_grouped_by_all_choices_of_their_rows() -> None:
     with on_chip(M3_MAX):
         for kind, ceiling in (("bfloat16", 63), ("affine 4", 63)):
             layer = experts(kind)
-            assert len(group_rows([layer], mx.bfloat16)) == 1
+            assert len(group_rows([layer], mx.bfloat16, perf_counter)) == 1
             assert layer.agreeing == RowRange(1, ceiling)
 
 
@@ -143,7 +144,7 @@ def test_more_rows_than_64_of_a_prompt_are_one_call() -> None:
     x = mx.random.normal((1, 65, SIZE), key=mx.random.key(5)).astype(mx.bfloat16)
     with on_chip(M3_MAX):
         expected = outcome(layer, x)
-        _ = group_rows([layer], mx.bfloat16)
+        _ = group_rows([layer], mx.bfloat16, perf_counter)
         assert mx.array_equal(outcome(layer, x)[0], expected[0])
 
 
@@ -155,7 +156,7 @@ def test_a_class_that_multiplies_by_itself_is_named() -> None:
             self.weight = mx.zeros((4, 4))
 
     with on_chip(M3_MAX):
-        [choice] = group_rows([Unknown()], mx.float32)
+        [choice] = group_rows([Unknown()], mx.float32, perf_counter)
     assert not choice.used and "Unknown" in choice.shape
 
 

@@ -6,6 +6,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
@@ -103,7 +104,7 @@ def test_one_number_in_a_hundred_thousand_decides() -> None:
 def test_the_cpu_agrees_and_nothing_is_grouped() -> None:
     layer = linear(64, 96, "float32")
     assert agreeing_rows(partial(stock, layer), 64, mx.float32) == ALL
-    assert group_rows([layer], mx.float32) == () and type(layer) is nn.Linear
+    assert group_rows([layer], mx.float32, perf_counter) == () and type(layer) is nn.Linear
 
 
 @pytest.mark.usefixtures("few_values")
@@ -130,7 +131,7 @@ def test_a_row_has_its_bits_in_every_block(kind: str, *, bias: bool, with_rows: 
     """With groups in each block and batch, strided ones too; without them in few or none."""
     layer: Any = linear(256, 96, kind, bias=bias)
     if with_rows:
-        [choice] = group_rows([layer], mx.bfloat16)
+        [choice] = group_rows([layer], mx.bfloat16, perf_counter)
         assert choice.used and "rows give the same bits" in choice.reason
     x = random_rows((64, 256), mx.float32 if kind == "float32" else mx.bfloat16, 5)
     expected = mx.concatenate([layer(x[i : i + 1]) for i in range(64)])
@@ -197,7 +198,7 @@ def test_embeddings_are_grouped_where_they_are_the_lm_head(*, tied: bool, quanti
     expected = embeddings(ids)
     modules = [embeddings, linear(32 if tied else 64, 96, "float32")]
     with on_chip(M3):
-        assert len(group_rows(modules, mx.float32)) == 1 + tied
+        assert len(group_rows(modules, mx.float32, perf_counter)) == 1 + tied
     assert mx.array_equal(embeddings(ids), expected)
     assert hasattr(embeddings, "agreeing") == tied
 
@@ -214,6 +215,41 @@ def test_layers_of_one_kind_are_measured_once(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(row_groups, "may_depend_on_rows", lambda: True)
     layers = [linear(64, 96) for _ in range(3)] + [linear(64, 96, bias=True), linear(64, 32)]
     layers += [linear(64, 96, "mxfp4 4"), linear(64, 96, "affine 4"), linear(64, 96, "affine 8")]
-    choices = group_rows(layers, mx.bfloat16)
+    choices = group_rows(layers, mx.bfloat16, perf_counter)
     assert [choice.layers for choice in choices] == [3, 1, 1, 1, 1, 1]
     assert kinds == [(64, mx.bfloat16)] * 6
+
+
+@pytest.mark.usefixtures("few_values")
+@pytest.mark.parametrize("chip", [M1, M3], ids=lambda chip: chip.name)
+def test_dense_rows_are_single_where_pairs_take_more_than_twice_as_long(chip: Chip) -> None:
+    layer: Any = linear(512, 96)
+    with on_chip(chip):
+        [choice] = group_rows([layer], mx.bfloat16, perf_counter)
+    assert (choice.kernel, choice.used, layer.agreeing) == (
+        (row_groups.SINGLE, True, RowRange(1, 1))
+        if chip is M1
+        else (row_groups.NAME, True, RowRange(2, 5))
+    )
+
+
+@pytest.mark.parametrize(("large", "small", "single"), [(2.3, 1.0, False), (2.4, 1.0, True)])
+def test_all_layers_together_decide_whether_rows_are_single(
+    large: float, small: float, monkeypatch: pytest.MonkeyPatch, *, single: bool
+) -> None:
+    """Else two machines of one kind might compute other bits where a small layer's times are about
+    equal. 3 large layers and a small one; `large`: seconds of two rows of one."""
+    layers = [*(linear(64, 96) for _ in range(3)), linear(64, 32)]
+
+    def seconds_of(run: Any, rows: int, *_: object) -> float:
+        [product] = run(rows, 0)
+        assert product.shape[0] == rows
+        return 1.0 if rows == 1 else large if product.shape[1] == 96 else small
+
+    monkeypatch.setattr(row_groups, "measure", lambda _layer, _kind: RowRange(2, 16))  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(row_groups, "may_depend_on_rows", lambda: True)
+    monkeypatch.setattr(row_groups, "seconds_of", seconds_of)
+    known = dict[str, RowRange]()
+    choices = group_rows(layers, mx.bfloat16, perf_counter, known)
+    assert {each.kernel for each in choices} == {row_groups.SINGLE if single else row_groups.NAME}
+    assert set(known.values()) == {RowRange(1, 1) if single else RowRange(2, 16)}
