@@ -145,10 +145,11 @@ class RequestPath:
 
     def _follow(self, module: Module, node: ast.AST) -> None:
         """Reaches what a piece of code names."""
-        lines = self._lines.setdefault(module.path, set())
+        assert isinstance(node, ast.expr | ast.stmt)
+        outer = (node, *getattr(node, "decorator_list", ()))
+        first, last = min(each.lineno for each in outer), node.end_lineno or node.lineno
+        self._lines.setdefault(module.path, set()).update(range(first, last + 1))
         for each in ast.walk(node):
-            if isinstance(each, ast.expr | ast.stmt):
-                lines.update(range(each.lineno, (each.end_lineno or each.lineno) + 1))
             if isinstance(each, ast.Name):
                 self._resolve(module, each.id)
             elif isinstance(each, ast.Attribute):

@@ -1,7 +1,7 @@
 """The import fences, read from the syntax trees; each is seen to catch a seeded breach."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from graphlib import TopologicalSorter
@@ -224,17 +224,20 @@ class Import:
         return None if self.level else self.parts[0]
 
 
-def breaches(path: str, source: str) -> list[str]:
+def breaches(path: str, nodes: Sequence[ast.AST]) -> list[str]:
     """The forbidden imports and code in the file at `path` (such as `node/run.py`)."""
-    tree = ast.parse(source)
     imports = [
-        b for each in _imports(tree) for b in (*_of_rooms(path, each), *_of_libraries(path, each))
+        b for each in _imports(nodes) for b in (*_of_rooms(path, each), *_of_libraries(path, each))
     ]
-    return sorted({*imports, *_of_environment(path, tree), *_of_code(tree)})
+    return sorted({*imports, *_of_environment(path, nodes), *_of_code(nodes)})
 
 
-def _imports(tree: ast.AST) -> Iterator[Import]:
-    for node in ast.walk(tree):
+def nodes_of(source: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(source)))
+
+
+def _imports(nodes: Iterable[ast.AST]) -> Iterator[Import]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(tuple(alias.name.split(".")), 0)
@@ -281,12 +284,12 @@ def _of_libraries(path: str, each: Import) -> Iterator[str]:
         yield f"is pure and imports {library}"
 
 
-def _of_environment(path: str, tree: ast.AST) -> Iterator[str]:
+def _of_environment(path: str, nodes: Sequence[ast.AST]) -> Iterator[str]:
     if path in ENVIRONMENT:
         return
-    imports = (node for node in ast.walk(tree) if isinstance(node, ast.Import))
+    imports = (node for node in nodes if isinstance(node, ast.Import))
     names = {a.asname or a.name for node in imports for a in node.names if a.name == "os"}
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Attribute(value=ast.Name(id=name), attr=attr) if name in names:
                 used = {attr}
@@ -298,8 +301,8 @@ def _of_environment(path: str, tree: ast.AST) -> Iterator[str]:
             yield "reads the environment"
 
 
-def _of_code(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _of_code(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         match node:
             case ast.Name(id=name) if name in _RUN_TEXT:
                 yield f"names {name}"
@@ -336,6 +339,13 @@ BENCH = ROOT / "bench" / "exo_node_bench"
 SOURCES = sorted(path for room in ROOMS for path in (ROOT / room).glob("*.py"))
 
 
+@pytest.fixture(scope="module")
+def product() -> dict[str, list[ast.AST]]:
+    """The syntax nodes of each file of the product, by its name, such as node/run."""
+    names = (path.with_suffix("").relative_to(ROOT).as_posix() for path in SOURCES)
+    return {name: nodes_of(path.read_text()) for name, path in zip(names, SOURCES, strict=True)}
+
+
 def test_every_folder_of_modules_is_a_room() -> None:
     folders = {each.partition("/")[0] for each in ROOMS}
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
@@ -352,21 +362,18 @@ def test_the_arrows_between_rooms_make_no_circle() -> None:
     assert set(ROOMS) - ordered == set()
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
+def test_no_module_imports_itself_by_way_of_others(product: dict[str, list[ast.AST]]) -> None:
     """But for three pairs, whose names in annotations go both ways."""
-    modules = {path.with_suffix("").relative_to(ROOT).as_posix(): path for path in SOURCES}
     graph: dict[str, set[str]] = {}
-    for name, path in modules.items():
+    for name, nodes in product.items():
         above = name.split("/")
-        targets = (
-            (*above[: -each.level], *each.parts) for each in _imports(ast.parse(path.read_text()))
-        )
+        targets = ((*above[: -each.level], *each.parts) for each in _imports(nodes))
         names = {"/".join(parts[:end]) for parts in targets for end in (len(parts) - 1, None)}
-        graph[name] = (names & modules.keys()) - {name}
+        graph[name] = (names & product.keys()) - {name}
     for one, other in PAIRS:
         assert other in graph[one] and one in graph[other]
         graph[one].discard(other)
-    assert len(list(TopologicalSorter(graph).static_order())) == len(modules)
+    assert len(list(TopologicalSorter(graph).static_order())) == len(product)
 
 
 def test_no_room_that_a_request_passes_through_may_import_the_tools() -> None:
@@ -375,16 +382,16 @@ def test_no_room_that_a_request_passes_through_may_import_the_tools() -> None:
     assert {room for room in importing if not room.startswith("shard/tools/")} == set()
 
 
-@pytest.mark.parametrize("file", SOURCES, ids=lambda file: file.relative_to(ROOT).as_posix())
-def test_a_file_keeps_to_its_side_of_the_fences(file: Path) -> None:
-    assert breaches(file.relative_to(ROOT).as_posix(), file.read_text()) == []
+def test_every_file_keeps_to_its_side_of_the_fences(product: dict[str, list[ast.AST]]) -> None:
+    wrong = {name: breaches(f"{name}.py", nodes) for name, nodes in product.items()}
+    assert {name: texts for name, texts in wrong.items() if texts} == {}
 
 
 def test_code_that_is_not_in_a_folder_runs_no_text_either() -> None:
     files = [*ROOT.glob("bench/*.py"), *BENCH.rglob("*.py"), *ROOT.glob("tests/*.py")]
     # Where a test chooses a family by its name, and where nobody is waited for by a closing node.
     named = {"imports a module by a name in a string", "waits by wait_for"}
-    wrong = {f.name: sorted({*_of_code(ast.parse(f.read_text()))} - named) for f in files}
+    wrong = {f.name: sorted({*_of_code(nodes_of(f.read_text()))} - named) for f in files}
     assert {name: texts for name, texts in wrong.items() if texts} == {}
 
 
@@ -476,7 +483,7 @@ def test_code_that_is_not_in_a_folder_runs_no_text_either() -> None:
     ],
 )
 def test_a_seeded_breach_is_found(path: str, source: str, message: str) -> None:
-    texts = breaches(path, source)
+    texts = breaches(path, nodes_of(source))
     assert len(texts) == 1, texts
     assert message in texts[0]
 
@@ -502,7 +509,7 @@ def test_a_seeded_breach_is_found(path: str, source: str, message: str) -> None:
     ],
 )
 def test_what_is_allowed_is_let_through(path: str, source: str) -> None:
-    assert breaches(path, source) == []
+    assert breaches(path, nodes_of(source)) == []
 
 
 def test_the_fences_name_files_that_exist() -> None:
