@@ -2,7 +2,6 @@
 
 Blocks travel as frames (cut, checked, put together), so that what is tested is what runs. The link
 answers at once, or while it `holds` when a test says so; a stage can be lost or replaced.
-`PacedPipeline` (`test_paced_pipeline.py`) puts a runner's services in its place, in virtual time.
 """
 
 import functools
@@ -31,7 +30,7 @@ from exo_node.shard.engine.stage import StageOutput, StageWorker
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.pipeline.frames import Assembler, HiddenBlock, check_envelope, cut
-from exo_node.shard.pipeline.link import Key, StageLink, Trip
+from exo_node.shard.pipeline.link import Key, Trip
 
 TWO, THREE = (0, 2, LAYERS), (0, 1, 3, LAYERS)
 PROMPT: list[int] = STORY["prompt_ids"]
@@ -217,7 +216,7 @@ class Pipeline:
     """The generator's engine and the workers of the other stages.
 
     `rooms`: bytes of each stage for prefixes, by default what the options say. `disks`: of each
-    stage for prefixes. `link`: None is a `Link`. Other `changes` are the engine's.
+    stage for prefixes. `changes` are the engine's.
     """
 
     def __init__(
@@ -228,7 +227,6 @@ class Pipeline:
         rooms: Sequence[int] = (),
         disks: Sequence[PrefixDisk | None] = (),
         observe: Observe = lambda _: None,
-        link: StageLink | None = None,
         **changes: Any,
     ) -> None:
         self.parts = parts
@@ -239,7 +237,7 @@ class Pipeline:
         self.forwards: list[int] = []
         """The stage of each forward that a stage other than the generator's ran."""
         self.workers = [self._worker(number) for number in range(1, len(parts))]
-        self.link: Any = link or Link(self.workers, [x.expected for x in parts[1:]], observe)
+        self.link = Link(self.workers, [x.expected for x in parts[1:]], observe)
         self.engine = self._engine()
 
     def replace(self, number: int) -> None:
@@ -362,7 +360,6 @@ def small_pipeline(
     size: float = 0.0,
     rooms: Sequence[int] = (),
     observe: Observe = lambda _: None,
-    link: StageLink | None = None,
     clock: Callable[[], float] = time.perf_counter,
     **changes: Any,
 ) -> Pipeline:
@@ -373,4 +370,4 @@ def small_pipeline(
     parts = small_parts(tuple(bounds), chunk, numbers, size)
     fields = {"prefill_chunk": chunk} | changes
     options = EngineOptions.of(stage_specs(small_checkpoint(), bounds, **fields)[0])
-    return Pipeline(parts, options, rooms=rooms, observe=observe, link=link, clock=clock)
+    return Pipeline(parts, options, rooms=rooms, observe=observe, clock=clock)

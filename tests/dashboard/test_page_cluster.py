@@ -5,12 +5,11 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from browser import Visit, browsers, unload, visit
 from nodes import Node, eventually, free_ports, node
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, expect
 
 WITHIN_S = 300.0
 WITHIN_MS = 1000 * WITHIN_S
@@ -29,15 +28,15 @@ class Pair:
     root: Path
     start_two: Callable[[], Node]
 
-    def load(self, replicas: int = 1, **options: int) -> None:
+    def load(self, **options: int) -> None:
         """Brings both nodes and the demo into the state that a test begins with."""
         if self.two.process.poll() is not None:
             self.two = self.start_two()
         eventually(lambda: {"mac-1", "mac-2"} <= set(alive(self.one)), WITHIN_S)
-        body = {"model": "demo", "replicas": replicas, **options}
+        body = {"model": "demo", "replicas": 1, **options}
         reply = self.one.call("POST", "/v1/placements", body, timeout_s=WITHIN_S)
         assert reply.status == 200, reply
-        eventually(lambda: self._states() == ["ready"] * replicas, WITHIN_S)
+        eventually(lambda: self._states() == ["ready"], WITHIN_S)
 
     def _states(self) -> list[str]:
         return [each["status"] for each in self.one.call("GET", "/v1/placements").body["data"]]
@@ -162,51 +161,6 @@ def test_two_copies_answer_and_a_third_has_no_room(pair: Pair) -> None:
         control.get_by_role("button", name="One copy less").click()
         expect(number).to_have_text("2")
         expect(reason).to_have_count(0)
-
-
-def test_a_conversation_stays_on_its_copy_and_the_page_says_why(pair: Pair) -> None:
-    pair.load(replicas=2)
-    story = "Once upon a time a little dog lived in a house with a garden. " * 24
-    with owners(pair) as view:
-        page = view.page
-        say(page, story)
-        facts = say(page, "And then?")
-        for _ in range(3):  # a copy on a busy machine may tell too late what it has in memory
-            if "are in its memory" in facts.filter(has_text="Why there").inner_text():
-                break
-            facts = say(page, "And then?")
-        expect(facts.filter(has_text="Ran on")).to_contain_text("mac-")
-        expect(facts.filter(has_text="Why there")).to_contain_text("are in its memory")
-        expect(facts.filter(has_text="Cached")).to_contain_text("prompt tokens")
-        facts.last.scroll_into_view_if_needed()
-        view.shot("copy-stats")
-
-
-def say(page: Page, text: str) -> Locator:
-    """Sends a message; returns the facts about its answer once that is whole."""
-    page.get_by_label("Message").fill(text)
-    page.keyboard.press("Enter")
-    answer = page.locator("article.said").last
-    expect(answer.get_by_role("button", name="Regenerate")).to_be_enabled(timeout=WITHIN_MS)
-    answer.locator("button.brief").click()
-    return answer.locator(".stats dl > div")
-
-
-def test_the_number_of_copies_follows_the_answers(pair: Pair) -> None:
-    pair.load()
-    with owners(pair) as view:
-        go(view, "Cluster")
-        control = view.page.get_by_role("group", name="Copies of demo")
-        follows = control.get_by_role("switch", name="As many as answers need")
-        follows.check()
-        eventually(lambda: demo(pair)["auto_replicas"], WITHIN_S)
-        expect(follows).to_be_checked()
-
-
-def demo(pair: Pair) -> Any:
-    """A placement of the demo."""
-    placements = pair.one.call("GET", "/v1/placements").body["data"]
-    return next(each for each in placements if each["model"] == "demo")
 
 
 def test_a_model_is_previewed_spread_and_loaded(pair: Pair) -> None:

@@ -1,83 +1,16 @@
-"""Long answers under observation: the head's cache, memory, acceptance over time."""
+"""Long answers under observation: their memory."""
 
 # mlx is typed in part only.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 
-import itertools
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
-import pytest
 from engines import request
 
-from exo_node.mtp.batch_verdict import RowDrafts
-from exo_node.mtp.seams import as_ids, as_row
 from exo_node.shard.engine.answers.events import Delta
 from exo_node.shard.engine.answers.text_engine import TextEngine
-from exo_node.shard.engine.drafter import Drafter
 from exo_node.shard.engine.engine import CLEAR_EVERY
-
-
-@contextmanager
-def watched_heads() -> Generator[list[tuple[int, int]]]:
-    """One pair for each drafting round of one request, after its drafts: committed rows in the
-    head's cache, rows of the target."""
-    rows: list[tuple[int, int]] = []
-    draft = Drafter.draft
-
-    def noting(self: Drafter, k: int, *rest: Any) -> RowDrafts:
-        drafts = draft(self, k, *rest)
-        *_, (position,) = rest
-        rows.append((self._set.caches[0].offset, position - 1))  # pyright: ignore[reportPrivateUsage]
-        return drafts
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Drafter, "draft", noting)
-        yield rows
-
-
-@contextmanager
-def steered_heads(ids: Sequence[int], prompt: int) -> Generator[None]:
-    """Replaces drafts so that of every three rounds one has all drafts right and one only the
-    first. A random head is never right, and faults show where all drafts are accepted.
-
-    `ids` is the answer, after `prompt` tokens.
-    """
-    rounds = itertools.count()
-    draft = Drafter.draft
-
-    def steered(self: Drafter, k: int, *rest: Any) -> RowDrafts:
-        drafts = draft(self, k, *rest)
-        *_, (position,) = rest
-        right = (k, 1, 0)[next(rounds) % 3]
-        start = position - prompt
-        own = as_ids(drafts.tokens[0])
-        steered_to = as_row([*ids[start : start + right], *own[right:]])
-        return drafts._replace(tokens=steered_to[None])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Drafter, "draft", steered)
-        yield
-
-
-@contextmanager
-def holed_heads() -> Generator[None]:
-    """Seeds the fault of exo#2110: the last row of a wholly accepted block is lost."""
-    observe = Drafter.observe
-
-    def holed(
-        self: Drafter, hidden: mx.array, tokens: mx.array, accepted_rows: Sequence[int], *rest: int
-    ) -> None:
-        if 1 < accepted_rows[0] == hidden.shape[1]:
-            hidden, tokens, accepted_rows = hidden[:, :-1], tokens[:, :-1], [accepted_rows[0] - 1]
-        observe(self, hidden, tokens, accepted_rows, *rest)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Drafter, "observe", holed)
-        yield
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Nothing goes wrong slowly: the head's cache, memory and acceptance over long answers."""
+"""Memory does not grow over long answers."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,15 +6,12 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from engines import DEMO, ORACLE, answer, request, whole_engine
+from engines import ORACLE, whole_engine
 from long_runs import (
     Memory,
     growth,
-    holed_heads,
     kept_after_clearing,
     memory_over,
-    steered_heads,
-    watched_heads,
 )
 from models import make_checkpoint
 
@@ -43,38 +40,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TextEngine]:
         Path(tmp_path_factory.mktemp("long")) / "m", "qwen3_5", dtype="float32", vocab=4096
     )
     yield whole_engine(folder, end_layer=LAYERS, num_layers=LAYERS)
-
-
-@pytest.fixture(scope="module")
-def demo() -> TextEngine:
-    return whole_engine(DEMO, dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def plain(tiny: TextEngine) -> tuple[int, ...]:
-    """The tiny model's answer."""
-    return answer(tiny, request(PROMPT, 0, TOKENS, ignore_eos=True)).ids
-
-
-@pytest.mark.parametrize(("k", "tokens"), [(1, 150), (2, TOKENS), (3, 150)])
-def test_the_heads_cache_holds_all_committed_tokens_but_one(
-    tiny: TextEngine, plain: tuple[int, ...], k: int, tokens: int
-) -> None:
-    with steered_heads(plain, len(PROMPT)), watched_heads() as heads:
-        got = answer(tiny, request(PROMPT, k, tokens, ignore_eos=True))
-    assert got.ids == plain[:tokens]
-    assert len(heads) == got.stats.spec_decode_rounds > tokens / (k + 1) - 2
-    assert {r.accepted for r in got.rounds} == {0, 1, k}
-    assert [cached for cached, _ in heads] == [committed for _, committed in heads]
-
-
-def test_the_same_check_finds_a_hole_at_its_first_full_accept(demo: TextEngine) -> None:
-    with watched_heads() as heads, holed_heads():
-        got = answer(demo, request(PROMPT, 2, 60, ignore_eos=True))
-    whole = [cached == committed for cached, committed in heads]
-    full = next(i for i, r in enumerate(got.rounds[1:]) if r.accepted == 2)
-    assert all(whole[: full + 1])
-    assert not any(whole[full + 1 :])
 
 
 def sampled(engine: TextEngine, k: int) -> list[Memory]:
