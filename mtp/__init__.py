@@ -9,6 +9,7 @@ finite.py: logits that are no distribution
 grammar.py: masks ids that a grammar does not allow
 logprobs.py: log-probabilities of emitted tokens
 lookup_probe.py: measured costs of rounds that copy
+part_probe.py: the first part whose rows differ in a block
 pieces.py: work in pieces of about one forward
 placed_rope.py: positions, masks and features of requests with images
 probe.py: whether a verify computes the same bits as single steps

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Literal, cast
 
 import mlx.core as mx
+from mlx import nn
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
 
 from .caches.rollback import (
@@ -53,6 +54,8 @@ class Subject:
     clock: Callable[[], float]
     make_drafter: Callable[[], Draft] | None = None
     """Makes a drafter that has read no rows, or None if nothing is drafted."""
+    modules: Sequence[nn.Module] = ()
+    """The parts of the target, of which the one that differs is named."""
 
     def read(self, rows: int = PROMPT_ROWS) -> list[Any]:
         """Caches after a prompt of `rows` rows."""

@@ -106,6 +106,11 @@ def _matrix(layer: Any, dtype: mx.Dtype) -> ProductKind:
     return ProductKind(type(layer), inputs, outputs, kind, has_bias, stored, several)
 
 
+def name_of(module: Any, dtype: mx.Dtype) -> str:
+    """The kind of product that a module is, or its class."""
+    return str(kind_of(module, dtype) or type(module).__name__)
+
+
 def is_router(layer: Any) -> bool:
     """Whether a module is one of ROUTERS with weights of its own."""
     return type(layer).__name__ in ROUTERS and "weight" in layer

@@ -64,6 +64,8 @@ class MeasuredIdentity(_Strict):
     value: Identity
     k: int = Field(ge=0, le=8)
     context_length: int = Field(ge=1)
+    part: str = Field(default="", max_length=300)
+    """See `probing.part_of`."""
 
 
 class MeasuredCopies(_Strict):
@@ -75,6 +77,8 @@ class MeasuredCopies(_Strict):
     verify: tuple[_Seconds, ...] = Field(max_length=9)
     """A plain token's, then of each length."""
     rollback: tuple[_Removal, ...] = Field(max_length=8)
+    part: str = Field(default="", max_length=300)
+    """See `probing.part_of`; empty if a length is exact."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -35,7 +35,7 @@ NOT_EXACT_TOGETHER: Final = (
 )
 NOT_ASKED: Final = "the request sets num_draft_tokens, so only the model's own head drafts"
 NEAR_TIES: Final = (
-    "where a verify may decide near ties otherwise than single steps, what it drafts must not "
+    "where a verify may decide near ties otherwise than single steps{}, what it drafts must not "
     "follow the clock, by which copies are chosen; EXO_NATIVE_MTP_ENABLED=0 allows them"
 )
 
@@ -51,6 +51,8 @@ class LookupControl:
         """Why no request copies; empty if some may."""
         self.is_near_tie = False
         """Whether drafts of the head may decide near ties otherwise than single steps do."""
+        self.part = ""
+        """What computes other bits for blocks than for single steps, in words."""
         self.policy = BatchPolicy()
         """The policy of requests that share forwards."""
         self.shared_reason = "" if self.off_reason else NOT_MEASURED
@@ -77,8 +79,8 @@ class LookupControl:
         if not self._lengths:
             self.off_reason = (
                 f"a verify of {copies.lengths[0] + 1} rows or more does not compute what single "
-                "steps do on this machine, so copied drafts could change an answer; `exo-node "
-                "verify` shows by how much"
+                f"steps do on this machine{copies.part}, so copied drafts could change an answer; "
+                "`exo-node verify` shows by how much"
             )
             log.info("prompt lookup is off: %s", self.off_reason)
 
@@ -122,7 +124,7 @@ class LookupControl:
         if not request.drafting.prompt_lookup:
             return NOT_ASKED
         if self.is_near_tie and request.k:
-            return NEAR_TIES
+            return NEAR_TIES.format(self.part)
         reason = self.refusal or (self.shared_reason if shared else "")
         return reason if began else reason or NOT_MEASURED
 

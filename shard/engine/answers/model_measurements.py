@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from mlx import nn
+
 from ....mtp.pieces import Pieces, result_of
 from ....mtp.probe import Costs, Subject, measure_costs, warm_up
 from ....mtp.targets import Target
@@ -56,11 +58,13 @@ class ModelMeasurements:
         *,
         shares_prompts: bool = True,
         has_room: Callable[[int], bool] = lambda _: True,
+        modules: Sequence[nn.Module] = (),
     ) -> None:
         """`forms`: those of the engine's rounds; of a split model, this stage's rounds.
 
         `make_caches`: makes the caches of one request. `profile`: keeps what was measured.
         `shares_prompts`: whether prompts may be read in one forward. `has_room`: see `Measuring`.
+        `modules`: the model's own.
         """
         self.identity = "off"
         """The greedy identity of drafts; "off" without a draft head, or until it is measured."""
@@ -81,7 +85,9 @@ class ModelMeasurements:
         model = drafting.model()
         make_drafter = None if model is None else partial(new_draft, model)
         context = options.context_length
-        self.subject = Subject(target, make_caches, vocabulary, context, clock, make_drafter)
+        self.subject = Subject(
+            target, make_caches, vocabulary, context, clock, make_drafter, modules
+        )
 
     def begin(self) -> Measuring:
         """Takes up what the profile has of both identities, of copies and of the costs of rounds
@@ -144,6 +150,9 @@ class ModelMeasurements:
             log.warning("%s: nothing is drafted", reason)
         self._drafting.off_reason = ""
         self._drafting.is_near_tie = self._lookup.is_near_tie = self.identity == "near_tie"
+        if self._drafting.is_near_tie and self.profile.identity is not None:
+            self._lookup.part = self.profile.identity.part
+            log.info("drafts may decide near ties otherwise than single steps%s", self._lookup.part)
         if reason:
             self._refuse_head(reason)
         self.profile.save(at_once=True)

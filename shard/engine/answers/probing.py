@@ -7,6 +7,7 @@ from ....mtp.caches.batch_caches import can_batch
 from ....mtp.drafting.batch_lookup import sizes_of
 from ....mtp.drafting.costs import RoundCosts
 from ....mtp.lookup_probe import measure_batch, measure_copies
+from ....mtp.part_probe import differing_part
 from ....mtp.pieces import Pieces
 from ....mtp.probe import (
     LONGEST_PROBED,
@@ -16,6 +17,7 @@ from ....mtp.probe import (
     greedy_identity,
     measure_costs,
 )
+from ...kernels.row_products import name_of
 from ..options import EngineOptions
 from .draft_profile import DraftProfile, MeasuredCopies, MeasuredIdentity, MeasuredSharedCopies
 
@@ -43,8 +45,17 @@ def probe_identity(subject: Subject, k: int, profile: DraftProfile) -> Pieces[st
     if measured is not None and (measured.k, measured.context_length) == (k, context):
         return measured.value
     value = yield from greedy_identity(subject, k)
-    profile.identity = MeasuredIdentity(value=value, k=k, context_length=context)
+    part = "" if value == "bitwise" else (yield from part_of(subject, k + 1))
+    profile.identity = MeasuredIdentity(value=value, k=k, context_length=context, part=part)
     return value
+
+
+def part_of(subject: Subject, rows: int) -> Pieces[str]:
+    """The first part of the target that differs in a block of `rows` rows, in words; "": none."""
+    if (part := (yield from differing_part(subject, rows))) is None:
+        return ""
+    name = name_of(part.module, part.dtype)
+    return f" ({rows} rows after {part.context} first differ in: {name})"[:300]
 
 
 def probe_batch_identity(
@@ -71,6 +82,7 @@ def probe_copies(
     ):
         return measured
     exact = yield from exact_widths(subject, widths)
+    part = "" if exact else (yield from part_of(subject, widths[0]))
     seconds = yield from measure_copies(subject, lengths, REPEATS)
     profile.copies = MeasuredCopies(
         lengths=tuple(lengths),
@@ -78,6 +90,7 @@ def probe_copies(
         context_length=context,
         verify=tuple(seconds.verify.values()),
         rollback=tuple(seconds.rollback.values()),
+        part=part,
     )
     return profile.copies
 

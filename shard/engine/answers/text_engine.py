@@ -138,6 +138,7 @@ class TextEngine:
             self._clock,
             shares_prompts=self._can_batch_prompts,
             has_room=lambda size: self._prefixes.reserve(size, self._executor.bytes),
+            modules=self._stage.own_modules(outer=True),
         )
 
     def _new_executor(self, forms: RoundForms) -> LocalExecutor | PipelineExecutor:

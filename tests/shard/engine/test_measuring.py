@@ -517,7 +517,12 @@ def test_rows_that_change_numbers_are_measured_between_answers_too() -> None:
     while served.step():
         pass
     assert served.measurements.identity == "near_tie"
-    assert "does not compute what single steps do" in served.lookup.refusal
+    refusal = served.lookup.refusal
+    assert "does not compute what single steps do" in refusal
+    assert "(4 rows after 24 first differ in: Perturbed)" in refusal
+    later = engine_of(loaded, spec, profile=served.measurements.profile)
+    later.measurements.measure()
+    assert later.lookup.refusal == refusal, "it is kept with what was measured"
 
 
 def test_a_piece_has_the_positions_of_text_after_an_answer_with_an_image() -> None:
