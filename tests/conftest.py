@@ -184,6 +184,8 @@ SLOW_FILES = {
         "shard/engine/test_rows_on_chips",
         "shard/model/test_families",
         "node/api/test_large_bodies",
+        "node/api/test_long_answers",
+        "shard/model/test_loader_import",
         "shard/model/test_self_check",
         "mtp/test_identity_matrix",
         "bench/mtp/test_bench_mtp",

@@ -86,10 +86,10 @@ def test_a_replacement_by_the_drafts_own_noise_would_be_far_off(
     monkeypatch.setattr(accept, "RESIDUAL", stream)
     p, q = log_rows([0.02, 0.49, 0.49], [1, 0, 0]), log_rows([0.6, 0.35, 0.05])
     firsts: list[int] = []
-    for entropy in range(1500):
+    for entropy in range(1000):
         drafted = draw(q, Noise(entropy), 5)
         firsts.append(accept_by_block(p, q, drafted, Noise(entropy), 5).read()[1][0])
-    off = abs(firsts.count(1) - 0.49 * 1500) / math.sqrt(1500 * 0.49 * 0.51)
+    off = abs(firsts.count(1) - 0.49 * 1000) / math.sqrt(1000 * 0.49 * 0.51)
     assert off < 3.5 if stream == RESIDUAL else off > 5
 
 

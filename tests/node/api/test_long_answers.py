@@ -105,7 +105,12 @@ PROMPT = [PromptLogprobs(ENTRIES[at : at + 250]) for at in range(0, TOKENS, 250)
             {"tools": [{"type": "function", **FUNCTION, "parameters": MANY}] * 40},
             [TextDelta("text", (1,))],
         ),
-        ("/v1/messages", {"tools": [{"name": "f", "input_schema": MANY}]}, CALL_OR_TEXT),
+        pytest.param(
+            "/v1/messages",
+            {"tools": [{"name": "f", "input_schema": MANY}]},
+            CALL_OR_TEXT,
+            marks=pytest.mark.smoke,
+        ),
         ("/api/chat", {"stream": False, "tools": CHAT_TOOLS}, CALL_OR_TEXT),
         ("/api/generate", {"stream": False}, [TextDelta("text " * 200_000, (1,))]),
     ],
@@ -189,6 +194,7 @@ def test_the_log_probabilities_of_a_whole_answer_are_bounded(
         assert node.chat.events <= 100
 
 
+@pytest.mark.smoke
 def test_answers_within_the_limit_or_streamed_are_given() -> None:
     with serving_fakes() as node:
         path = "/v1/chat/completions"

@@ -42,7 +42,7 @@ def no_clock_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("seed", seeds(2, 12))
+@pytest.mark.parametrize("seed", seeds(1, 12))
 def test_random_joins_cancels_and_stalls_leave_every_answer_its_own(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

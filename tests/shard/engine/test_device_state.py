@@ -67,7 +67,7 @@ def device_changes(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(("seed", "ahead"), [(seed, seed % 2 == 1) for seed in seeds(2, 24)])
+@pytest.mark.parametrize(("seed", "ahead"), [(seed, seed % 2 == 0) for seed in seeds(1, 24)])
 def test_joins_and_leaves_after_uneven_acceptance_leave_every_answer_its_own(
     seed: int, *, ahead: bool, device_changes: set[str]
 ) -> None:

@@ -49,8 +49,9 @@ def assert_batches_go_on(served: TextEngine) -> None:
 # ---------------------------------------------------------------- forwards
 
 
-@pytest.mark.smoke
-@both_ways
+@pytest.mark.parametrize(
+    "ahead", [pytest.param(False, marks=pytest.mark.smoke), True], ids=["one by one", "ahead"]
+)
 def test_a_fault_of_a_shared_forward_ends_all_of_it_and_nothing_that_follows(
     monkeypatch: pytest.MonkeyPatch, *, ahead: bool
 ) -> None:

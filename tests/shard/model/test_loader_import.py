@@ -44,11 +44,13 @@ def test_every_model_class_of_mlx_lm_is_the_same_without_transformers() -> None:
     assert (without, with_it) == (False, True)
 
 
+@pytest.mark.smoke
 def test_what_is_left_out_is_imported_at_its_first_call_but_nothing_is_downloaded() -> None:
     lines = _output(LATER.format(folder=str(DEMO))).splitlines()
     assert lines == ["False False", "True True", "LoadFailed"]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("soft", "hard", "changes"),
     [
