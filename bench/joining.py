@@ -3,7 +3,7 @@
     python bench/joining.py [--runs 50] [--nodes 3] [--key] [--answer]
     python bench/joining.py --capture 100
 
-The second form attacks instead, over real sockets of one process (`tests/lab/captures.py`): a
+The second form attacks instead, over real sockets of one process (`bench/captures.py`): a
 cluster that approves everything, discovered or connecting by itself, with and without the owner's
 cluster; and a man in the middle that relays or guesses. It needs no root, and ends with status 1 if
 a node was captured, or a screen did not report that the digits did not match.

@@ -65,15 +65,6 @@ def test_the_facts_are_the_nodes_without_its_name(folder: Path, served: Node) ->
         assert name not in page
 
 
-def test_a_node_without_a_loaded_model_gets_the_remedy(tmp_path: Path) -> None:
-    with node(tmp_path / "node") as idle:
-        result = exo_node("bench", "serve", "--data-dir", str(idle.data_dir))
-    assert result.returncode == 1
-    [line] = result.stderr.splitlines()
-    assert "has no model loaded; name one with --model ID" in line
-    assert "demo" in line
-
-
 @pytest.mark.parametrize(
     "look",
     [DESK, DARK, PHONE, {**PHONE, "color_scheme": "dark"}],

@@ -173,20 +173,6 @@ def test_a_prompt_that_does_not_fit_is_refused_by_its_field(
     assert "messages" not in error["message"]
 
 
-@pytest.mark.parametrize("tokens", [CONTEXT, CONTEXT + 1])
-def test_ids_that_do_not_fit_are_refused_by_their_field(demo: Node, tokens: int) -> None:
-    body = {"model": "demo", "prompt": [5] * tokens}
-    error = demo.call("POST", "/v1/completions", body).body["error"]
-    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
-    assert "messages" not in error["message"]
-
-
-def test_ids_that_the_model_lacks_are_refused_by_their_field(demo: Node) -> None:
-    for path, field in (("/v1/detokenize", "tokens"), ("/v1/completions", "prompt")):
-        error = demo.call("POST", path, {"model": "demo", field: [2**30]}).body["error"]
-        assert error["param"] == field
-
-
 def test_the_beginning_of_an_answer_is_continued_with_the_same_tokens(demo: Node) -> None:
     beginning = ROW["text"][: len(ROW["text"]) // 2].rpartition(" ")[0]
     chat = [*ASK, {"role": "assistant", "content": beginning}]

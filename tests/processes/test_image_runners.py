@@ -81,13 +81,6 @@ def test_rows_of_images_are_counted(one: Placement, loop: asyncio.Runner) -> Non
     assert len(reply.ids) == len(it.prompt_ids)
 
 
-def test_stages_answer_alike(loop: asyncio.Runner) -> None:
-    with shared(loop, (0, 2, LAYERS), **FIELDS | {"native_mtp": False}) as two:
-        for it in conversations():
-            assert ask(two, loop, **fields_of(it)).ids == it.greedy_ids
-            assert ask(two, loop, **fields_of(it)).ids == it.greedy_ids
-
-
 def test_an_image_that_is_none_is_refused_by_its_field(
     one: Placement, loop: asyncio.Runner
 ) -> None:

@@ -230,21 +230,6 @@ def approves_in_vain(evil: Node) -> None:
             assert evil.call("POST", path, {"code": code}).status in (400, 404, 409, 503)
 
 
-def test_a_denied_node_stays_alone_and_both_screens_say_so(tmp_path: Path) -> None:
-    with fresh(tmp_path, ["a", "b"]) as nodes:
-        old, new = nodes
-        eventually(lambda: asks_at(new, old), WITHIN_S)
-        before = key_of(new)
-        command = exo_node(old, "deny", waiting(old)[0]["name"])
-        assert command.returncode == 0, command.stderr
-        eventually(lambda: "a person refused it" in new.log.read_text(), WITHIN_S)
-        assert "a person refused it" in old.log.read_text()
-        assert waiting(old) == [] and key_of(new) == before
-        assert alive(old) == alive(new) == 1
-        nothing = exo_node(old, "approve", "123456")
-        assert nothing.returncode == 1 and "no node asks" in nothing.stderr
-
-
 @pytest.fixture(scope="module")
 def members(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
     """Two nodes of a cluster with a key from a variable; tests leave them unchanged."""
@@ -437,33 +422,6 @@ def test_a_copied_data_folder_is_refused_by_the_first_and_exits_with_3(tmp_path:
         assert "runs already" in (copy / "log").read_text()
         assert first.log.read_text().count("runs already") == 1
         assert [n["status"] for n in cluster(first)["nodes"]] == ["alive"]
-
-
-def test_a_copied_data_folder_is_refused_by_others_and_the_first_is_unaffected(
-    members: list[Node], tmp_path: Path
-) -> None:
-    first, third = members
-    copy = _copy(first, tmp_path / "copy")
-    log_size = len(third.log.read_text())
-    assert _status(copy, third, env=ONE_KEY) == 3
-    assert "runs already" in (copy / "log").read_text()
-    assert "runs already" in third.log.read_text()[log_size:]
-    assert together(members)
-    assert "restarted" not in third.log.read_text()
-
-
-def test_a_node_with_a_copied_node_key_alone_is_not_let_in(
-    members: list[Node], tmp_path: Path
-) -> None:
-    first, third = members
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    _ = shutil.copy(first.data_dir / "node.key", copy / "node.key")
-    log_size = len(third.log.read_text())
-    assert _status(copy, third) == 3
-    eventually(lambda: "runs already" in third.log.read_text()[log_size:], WITHIN_S)
-    assert waiting(third) == []
-    assert together(members)
 
 
 def _status(data_dir: Path, peer: Node, env: Any = None) -> int:

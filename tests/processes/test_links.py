@@ -22,7 +22,7 @@ from small import LAYERS, expected, small_checkpoint
 
 from exo_node.node.trust.certificates import channel_credentials, runner_credentials
 from exo_node.node.trust.keys import ClusterKey
-from exo_node.placement.errors import InvalidFrame, PeerLost
+from exo_node.placement.errors import PeerLost
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc
 from exo_node.shard.pipeline.frames import BlockMember, HiddenBlock, cut
@@ -121,34 +121,6 @@ def frame_of(rows: int, *members: BlockMember) -> pb.Frame:
     return frame
 
 
-def wrong_shape() -> pb.Frame:
-    frame = a_frame("raw-1")
-    frame.hidden.shape[2] = HIDDEN - 1
-    return frame
-
-
-def test_a_stage_keeps_serving_a_stream_after_a_bad_frame(
-    loop: asyncio.Runner, two: Placement
-) -> None:
-    async def play() -> None:
-        async with raw_stream(two) as stream:
-            late = a_frame("raw-2")
-            late.hidden.members[0].position = 7
-            for frame in (wrong_shape(), a_frame("raw-2"), late):
-                await stream.write(frame)
-            params = [
-                (await asyncio.wait_for(stream.read(), WITHIN_S)).failure.param for _ in range(2)
-            ]
-            # The good frame between them was taken: position 7 is wrong because row 2 is next.
-            assert params == ["hidden.shape", "hidden.members.position"]
-            await stream.write(
-                pb.Frame(placement="p1", request="raw-2", attempt=1, release=pb.Release())
-            )
-            _ = await eventually(lambda: two.live_requests(1) == 0, WITHIN_S)
-
-    loop.run(play())
-
-
 def test_state_of_a_closed_stream_is_freed_by_its_lease(
     loop: asyncio.Runner, two: Placement
 ) -> None:
@@ -157,26 +129,6 @@ def test_state_of_a_closed_stream_is_freed_by_its_lease(
             await stream.write(a_frame("raw-3"))
             _ = await eventually(lambda: two.live_requests(1) == 1, WITHIN_S)
         _ = await eventually(lambda: two.live_requests(1) == 0, LEASE_S + WITHIN_S)
-
-    loop.run(play())
-
-
-def test_what_a_stage_refuses_ends_the_request_with_that_error(
-    loop: asyncio.Runner, two: Placement
-) -> None:
-    async def play() -> None:
-        # Another client says that this request is over, so stage 1 refuses the generator's frames.
-        async with raw_stream(two) as stream:
-            await stream.write(
-                pb.Frame(placement="p1", request="fenced", attempt=1, release=pb.Release())
-            )
-            _ = await two.inspect()
-            with pytest.raises(InvalidFrame) as caught:
-                _ = await answer_of_stages(two, SUM, request="fenced")
-            assert caught.value.param == "attempt"
-        _ = await all_freed(two)
-        again = await answer_of_stages(two, SUM, request="fenced", attempt=2)
-        assert again.ids == list(answer_of_one_process(SUM).ids)
 
     loop.run(play())
 

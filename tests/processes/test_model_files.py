@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_stub import exo_node
 from hub import MODEL, REPOSITORY, FakeHub, serve
 from models import DEMO, make_checkpoint
 from nodes import Node, copy_key, eventually, grpc_address, node, sees
@@ -122,37 +121,6 @@ def test_a_model_is_found_downloaded_used_and_deleted(chatting: FakeHub, tmp_pat
             assert running.call("DELETE", f"/v1/models/{model}").status == status
 
 
-def test_two_downloads_of_a_model_are_one_and_pause_cancel_and_resume(
-    hub: FakeHub, tmp_path: Path
-) -> None:
-    hub.slow_s = PIECES_S
-    with node(tmp_path / "data", "--no-mdns", env=settings(hub, tmp_path)) as running:
-        results: list[list[dict[str, Any]]] = []
-        threads = [
-            threading.Thread(target=lambda: results.append(follow(running))) for _ in range(2)
-        ]
-        for thread in threads:
-            thread.start()
-        until(halfway(hub, tmp_path))
-        assert running.call("DELETE", f"/v1/models/{REPOSITORY}").status == 409
-        assert (
-            running.call("POST", f"{PULL}/pause", {"model": REPOSITORY}).body["status"] == "paused"
-        )
-        for thread in threads:
-            thread.join()
-        assert [states[-1]["status"] for states in results] == ["paused", "paused"]
-        assert hub.ranges(MODEL) == [None]
-        begin(running)
-        until(lambda: len(hub.ranges(MODEL)) == 2)
-        cancelled = running.call("POST", f"{PULL}/cancel", {"model": REPOSITORY}).body
-        assert cancelled["status"] == "cancelled"
-        assert cancelled["freed_bytes"] > len(hub.files[MODEL]) // 3
-        assert pulls(running) == [] and not cached(tmp_path)
-        hub.slow_s = 0
-        assert follow(running)[-1]["status"] == "done"
-        assert hub.ranges(MODEL)[-1] is None
-
-
 def test_a_download_continues_after_kill_9(hub: FakeHub, tmp_path: Path) -> None:
     hub.slow_s = PIECES_S
     env = settings(hub, tmp_path)
@@ -184,66 +152,6 @@ def test_a_stopped_node_pauses_its_download_and_ends_at_once(hub: FakeHub, tmp_p
         thread.join()
     assert results[0][-1]["status"] == "paused"
     assert 0 < arrived_bytes(tmp_path) < len(hub.files[MODEL])
-
-
-def test_what_is_wrong_is_named_with_its_remedy(hub: FakeHub, tmp_path: Path) -> None:
-    with node(tmp_path / "data", "--no-mdns", env=settings(hub, tmp_path)) as running:
-        hub.sizes[MODEL] = 10**18
-        begin(running)
-        until(lambda: [each["status"] for each in pulls(running)] == ["failed"])
-        assert "Free some space, or set HF_HUB_CACHE" in pulls(running)[0]["error"]
-        hub.sizes.clear()
-        hub.refuse = (404, "RepoNotFound")
-        begin(running)
-        until(lambda: "no model repository" in pulls(running)[0].get("error", ""))
-        hub.refuse = None
-        assert follow(running)[-1]["status"] == "done"
-        assert pulls(running) == []
-        wrong = running.call("POST", PULL, {"model": "tiny"})
-        assert (wrong.status, wrong.body["error"]["param"]) == (400, "model")
-        elsewhere = running.call("POST", f"{PULL}?node=nobody", {"model": REPOSITORY})
-        assert (elsewhere.status, elsewhere.body["error"]["param"]) == (400, "node")
-    env = settings(hub, tmp_path, EXO_OFFLINE="1", HF_HOME=str(tmp_path / "other"))
-    with node(tmp_path / "offline", "--no-mdns", env=env) as running:
-        searched = running.call("GET", "/v1/models/search?q=tiny")
-        assert (searched.status, searched.body["error"]["param"]) == (503, "EXO_OFFLINE")
-        begin(running)
-        until(lambda: "Unset EXO_OFFLINE" in pulls(running)[0].get("error", ""))
-
-
-def test_files_that_are_not_exo_nodes_own_stay(hub: FakeHub, tmp_path: Path) -> None:
-    mine = tmp_path / "mine"
-    make_checkpoint(mine / "my-model", "llama")
-    env = settings(hub, tmp_path, EXO_MODELS_DIR=str(mine))
-    with node(tmp_path / "data", "--no-mdns", env=env) as running:
-        assert follow(running)[-1]["status"] == "done"
-        [record] = (tmp_path / "hf" / "hub").glob("models--*/.exo-node/*")
-        record.unlink()  # as after `hf download`
-        for model, words in (("my-model", "a folder of yours"), (REPOSITORY, "another program")):
-            refused = running.call("DELETE", f"/v1/models/{model}")
-            assert refused.status == 409 and words in refused.body["error"]["message"]
-        assert (mine / "my-model" / "config.json").exists()
-        assert list(tmp_path.rglob(f"snapshots/*/{MODEL}"))
-    removal = exo_node(
-        "models", "rm", REPOSITORY, "--yes", **env, EXO_DATA_DIR=str(tmp_path / "data")
-    )
-    assert removal.returncode == 0, removal.stderr
-
-
-def test_ollamas_names_and_its_own_copies(chatting: FakeHub, tmp_path: Path) -> None:
-    with node(tmp_path / "data", "--no-mdns", env=settings(chatting, tmp_path)) as running:
-        body = {"model": f"hf.co/{REPOSITORY}", "stream": False}
-        assert running.call("POST", "/api/pull", body).body == {"status": "success"}
-        copied = {"source": REPOSITORY, "destination": "short"}
-        assert running.call("POST", "/api/copy", copied).status == 200
-        assert running.call("POST", "/api/copy", copied).status == 400
-        assert running.call("POST", "/api/copy", copied | {"source": "no/model"}).status == 404
-        names = [tag["name"] for tag in running.call("GET", "/api/tags").body["models"]]
-        assert {REPOSITORY, "short"} <= set(names)
-        assert running.chat("Who are you?", model="short", max_tokens=2)
-        assert running.call("DELETE", "/api/delete", {"model": "short"}).status == 200
-        names = [tag["name"] for tag in running.call("GET", "/api/tags").body["models"]]
-        assert REPOSITORY in names and "short" not in names
 
 
 def test_a_node_downloads_pauses_and_deletes_for_another(hub: FakeHub, tmp_path: Path) -> None:

@@ -68,25 +68,3 @@ def test_a_real_nodes_metrics_are_the_sums_of_its_answers_stats(demo: Node) -> N
         assert next(events)
     success, aborts = "vllm:request_success_total", {"finished_reason": "abort"}
     eventually(lambda: of_demo(scrape(demo), success, **aborts) == 1, 180)
-
-
-def test_totals_and_models_show_policy_rule_and_identity(demo: Node) -> None:
-    wishes: list[dict[str, Any]] = [{"draft_policy": "fixed"}, {"draft_policy": "adaptive"}]
-    drafted = [demo.chat("Who are you?", **wish)["generation_stats"] for wish in wishes]
-    assert [stats["draft_policy"] for stats in drafted] == ["fixed", "adaptive"]
-    totals = demo.call("GET", "/v1/mtp/stats").body["models"]["demo"]
-    assert sum(totals["requests_by_draft_policy"].values()) == totals["requests"]
-    assert set(totals["requests_by_draft_policy"]) >= {"fixed", "adaptive"}
-    assert sum(totals["requests_by_acceptance_rule"].values()) == totals["requests"]
-    assert sum(totals["accepted_per_position"]) == totals["accepted_draft_tokens"]
-    assert totals["greedy_identity"] == drafted[1]["greedy_identity"] == "bitwise"
-    entry = demo.call("GET", "/v1/models/demo").body
-    assert entry["native_mtp"]["greedy_identity"] == "bitwise"
-    placement = demo.call("GET", "/v1/placements").body["data"][0]
-    assert placement["drafting"]["draft_policy"] == drafted_by_default(demo)
-    cards = {each["id"]: each for each in demo.call("GET", "/v1/models?catalog=1").body["data"]}
-    assert cards["Qwen/Qwen3.6-27B"]["native_mtp"]["greedy_identity"] is None
-
-
-def drafted_by_default(running: Node) -> str:
-    return running.chat("Who are you?", max_tokens=2)["generation_stats"]["draft_policy"]

@@ -1,17 +1,14 @@
 """A real node answers official clients about pictures that its trained model has not seen."""
 
 import base64
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from browser import browsers, send, visit, wait_for_answer
 from coloured_squares import Picture, copy_model, unseen
 from nodes import Node, node
 from openai import OpenAI
-from playwright.sync_api import expect
 
 QUESTION = "How many squares are there, and of what colour?"
 AGAIN = "And this?"
@@ -178,40 +175,3 @@ def test_a_second_turn_is_about_its_own_picture(
     for one, two in ((first, second), (second, first)):
         assert ask([(QUESTION, one), (AGAIN, two)], True) == two.answer
     assert ask([(QUESTION, first), (AGAIN, second), (QUESTION, None)], False) == second.answer
-
-
-def test_drafts_change_no_id_of_an_answer_about_pictures(seeing: Node) -> None:
-    drafted = 0
-    for picture, other in itertools.pairwise(SHOWN):
-        once: Turns = [(QUESTION, picture)]
-        for turns in (once, [(QUESTION, other), *once]):
-            ids = list[list[int]]()
-            for k in (0, 1, 3):
-                fields = {"num_draft_tokens": k, "draft_policy": "fixed", "return_token_ids": True}
-                body = GREEDY | {"messages": messages_of(turns, chat_part)} | fields
-                reply = seeing.call("POST", "/v1/chat/completions", body)
-                assert reply.status == 200, reply
-                (choice,), stats = reply.body["choices"], reply.body["generation_stats"]
-                assert choice["message"]["content"] == picture.answer
-                assert (stats["drafter_kind"] == "native_mtp") == (k > 0)
-                drafted += stats["accepted_draft_tokens"]
-                ids.append(choice["token_ids"])
-            assert ids[0] == ids[1] == ids[2]
-    assert drafted > 0
-
-
-def test_the_page_answers_about_pictures_that_are_chosen(seeing: Node) -> None:
-    with browsers() as browser, visit(browser, f"http://127.0.0.1:{seeing.port}") as view:
-        page = view.go("")
-        page.get_by_role("button", name="Options", exact=True).click()
-        page.get_by_label("Temperature").fill("0")
-        for number, picture in enumerate(SHOWN[:2]):
-            expect(page.get_by_label("Message", exact=True)).to_be_enabled()
-            page.get_by_label("Choose images or text files").set_input_files(
-                {"name": "squares.png", "mimeType": "image/png", "buffer": picture.file()}
-            )
-            expect(page.locator(".composer .pictures img")).to_have_count(1)
-            send(view, QUESTION)
-            wait_for_answer(view)
-            expect(page.locator("article.said").nth(number)).to_contain_text(picture.answer)
-        view.shot("squares")

@@ -1,17 +1,14 @@
 """`exo-node models pull` and `rm` as commands, against a hub on loopback."""
 
 import json
-import os
 import shutil
-import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from api_stub import COMMAND, environment, exo_node
-from hub import MODEL, REPOSITORY, FakeHub, serve
+from api_stub import exo_node
+from hub import REPOSITORY, FakeHub, serve
 from models import DEMO, make_checkpoint
 from nodes import node
 
@@ -64,35 +61,6 @@ def test_a_model_is_pulled_shown_listed_and_removed(hub: FakeHub, tmp_path: Path
     assert again.returncode == 1 and "`exo-node models`" in again.stderr
 
 
-def test_a_killed_pull_resumes_at_its_last_byte(hub: FakeHub, tmp_path: Path) -> None:
-    hub.slow_s = 0.02
-    process = subprocess.Popen(
-        [*COMMAND, "models", "pull", REPOSITORY],
-        env=environment(**settings(hub, tmp_path)),
-        stderr=subprocess.DEVNULL,
-    )
-    half = len(hub.files[MODEL]) // 3
-    until = time.monotonic() + 120
-    while incomplete_bytes(tmp_path) < half and time.monotonic() < until:
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    partial_bytes = incomplete_bytes(tmp_path)
-    assert half <= partial_bytes < len(hub.files[MODEL])
-    hub.slow_s = 0
-    listed = exo_node("models", **settings(hub, tmp_path)).stdout
-    assert "pull owner/tiny" in listed
-    process = pull(hub, tmp_path, REPOSITORY, "--json")
-    assert process.returncode == 0, process.stderr
-    assert hub.ranges(MODEL) == [None, f"bytes={partial_bytes}-"]
-    folder = Path(json.loads(process.stdout)["folder"])
-    assert (folder / MODEL).read_bytes() == hub.files[MODEL]
-
-
-def incomplete_bytes(root: Path) -> int:
-    return sum(path.stat().st_size for path in root.rglob("*.incomplete"))
-
-
 @pytest.mark.parametrize(
     ("fault", "arguments", "extra", "message"),
     [
@@ -123,12 +91,6 @@ def test_a_failed_pull_prints_one_line_with_the_remedy(
     [line] = [text for text in process.stderr.splitlines() if text.startswith("exo-node: ")]
     assert message in line
     assert "Traceback" not in process.stderr
-
-
-def test_the_token_opens_a_gated_model(hub: FakeHub, tmp_path: Path) -> None:
-    hub.token = "hf_right"
-    assert pull(hub, tmp_path, HF_TOKEN="hf_right").returncode == 0
-    assert "hf_right" not in pull(hub, tmp_path, HF_TOKEN="hf_wrong").stderr
 
 
 def test_a_request_for_a_catalogued_model_names_the_command_and_downloads_nothing(

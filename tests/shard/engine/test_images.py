@@ -9,10 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import mlx.core as mx
 import pytest
 from engines import answer, changed, load_quietly, request
-from mlx import nn
 from pictures import (
     DEEP,
     DEEP_MIXTURE,
@@ -38,8 +36,6 @@ from exo_node.shard.engine.prompt_images import PromptImages
 from exo_node.shard.engine.states.state import State
 from exo_node.shard.text.image_rows import digest_of
 from exo_node.shard.tools.bare_engine import bare_request
-
-CASES = range(len(conversations()))
 
 
 def case(number: int, folder: Path = DENSE) -> Conversation:
@@ -137,23 +133,3 @@ def test_penalties_and_copies_pass_over_rows_of_images() -> None:
     assert got.ids and len(text) < len(plain.prompt)
     copied = answer(picture_engine(prompt_lookup=True), picture_request(it, 0, prompt_lookup=True))
     require_right(copied, it)
-
-
-def test_text_is_bit_for_bit_what_it_was() -> None:
-    """Without ropes that have positions: the class that mlx-lm has."""
-    prompt = [5, 9, 77, 3, 120] * 12
-    placed = loaded().model
-    caches = placed.make_caches()
-    placed.rope_positions.set_deltas([0])
-    ids = mx.array([prompt])
-    with_ropes = placed.model(ids, cache=caches)
-    ropes = [m for _, m in placed.model.named_modules() if type(m) is PlacedRope]
-    assert len(ropes) == 2
-    try:
-        for rope in ropes:
-            object.__setattr__(rope, "__class__", nn.RoPE)
-        without = placed.model(ids, cache=placed.make_caches())
-    finally:
-        for rope in ropes:
-            rope.__class__ = PlacedRope
-    assert mx.array_equal(with_ropes, without).item()
