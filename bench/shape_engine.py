@@ -67,9 +67,9 @@ def shape_engine(
     table = subject.model.language_model.model.embed_tokens
     _scale(table, hidden**0.5)  # to 1 in the mean square
     _weaken(subject.model.layers, layers)
-    _weaken(subject.head.layers, 0.0)
+    _weaken([subject.head.layer], 0.0)
     selection = mx.concatenate([mx.eye(hidden), mx.zeros((hidden, hidden))], axis=1)
-    subject.head.fc.weight = selection.astype(subject.head.fc.weight.dtype)
+    subject.head.eh_proj.weight = selection.astype(subject.head.eh_proj.weight.dtype)
     kernels = subject.choose("auto")
     _ = use_chunks([subject.model])
     stage = StageModel(subject.model, 0, len(subject.model.layers))

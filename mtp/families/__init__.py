@@ -1,19 +1,16 @@
 """Model families: what each needs to draft, and to verify bit for bit.
 
-deepseek_v3.py: the DeepSeek-V3 family
 deepseek_v32.py: the DeepSeek-V3.2 and GLM-5 families
-draft_vocabulary.py: drafts from the first rows of lm_head only
 ernie.py: the Ernie-4.5 family
 family.py: the base class of a model family: the parts of a model that drafts
-glm4_moe.py: the GLM-4.x MoE family
-glm4_moe_lite.py: the GLM-4.7-Flash family
-head.py: the interface of a draft head, its tensors, and the head of the Qwen families
-latent_attention.py: latent attention whose blocks compute what single rows do
+head.py: a draft head, and its tensors
+latent_attention.py: latent attention whose blocks compute what single rows do: DeepSeek-V3 and
+  GLM-4.7-Flash
 longcat.py: the LongCat-Flash family, head layer included
-mimo.py: the MiMo family, head included
+mimo.py: the MiMo family
 mimo_v2.py: the MiMo-V2-Flash family, by the first layer of its head
 nemotron_h.py: the Nemotron-H family, its recurrent layer included
-nextn.py: the common part of DeepSeek-V3 and GLM, head included
+nextn.py: the common part of families with NextN heads; GLM-4.x MoE
 qwen.py: the common part of the Qwen families
 qwen35.py: the Qwen3.5 family
 qwen3_next.py: the Qwen3-Next family

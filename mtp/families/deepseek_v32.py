@@ -103,7 +103,6 @@ def _gather(rows: mx.array, chosen: mx.array) -> mx.array:
 class DeepseekV32Family(NextnFamily):
     """The cache holds latents and rotary keys, and beside them the indexer's keys."""
 
-    layer_class = deepseek_v32.DeepseekV32DecoderLayer
     swaps: ClassVar[Swaps] = {deepseek_v32.DeepseekV32Attention: DeepseekV32BlockAttention}
     array_mask = True
 

@@ -7,38 +7,32 @@ again, so a head that was trained before the norm differs little; the card decid
 """
 
 from collections.abc import Mapping
-from typing import Final
+from typing import ClassVar
 
 import mlx.core as mx
+from mlx import nn
 from mlx_lm.models import ernie4_5, ernie4_5_moe
 
-from .head import HeadSource, HeadUnusable
-from .nextn import NextnFamily, NextnHead
-
-_NAMES: Final[Mapping[str, str]] = {
-    "mtp_emb_norm.0.": "enorm.",
-    "mtp_hidden_norm.0.": "hnorm.",
-    "mtp_linear_proj.0.": "eh_proj.",
-    "mtp_block.0.": "layer.",
-}
-"""Beginnings of the checkpoint's names, and what the head calls them."""
+from .head import HeadSource
+from .nextn import NextnFamily
 
 
 class ErnieFamily(NextnFamily):
     """Grouped-query attention; nothing in it needs a tape."""
 
-    def make_head(self) -> NextnHead:
+    head_names: ClassVar[Mapping[str, str]] = {
+        "mtp_emb_norm.0.": "enorm.",
+        "mtp_hidden_norm.0.": "hnorm.",
+        "mtp_linear_proj.0.": "eh_proj.",
+        "mtp_block.0.": "layer.",
+        "": "",
+    }
+
+    def head_layer(self) -> nn.Module:
         args = self._model.args
         if isinstance(args, ernie4_5.ModelArgs):
-            layer = ernie4_5.DecoderLayer(args)
-        else:
-            layer = ernie4_5_moe.Ernie4_5_DecoderLayer(args, len(self._body.layers))
-        return self.head_of(layer, args.rms_norm_eps)
+            return ernie4_5.DecoderLayer(args)
+        return ernie4_5_moe.Ernie4_5_DecoderLayer(args, len(self._body.layers))
 
-    def head_parameters(self, source: HeadSource) -> dict[str, mx.array] | HeadUnusable:
-        """The checkpoint's tensors as the head's parameters; `load_head` names what lacks."""
-        named = {"shared_head.norm.weight": self._body.norm.weight}
-        for name, tensor in source.tensors.items():
-            stem = next((stem for stem in _NAMES if name.startswith(stem)), "")
-            named[_NAMES.get(stem, "") + name.removeprefix(stem)] = tensor
-        return named
+    def head_parameters(self, source: HeadSource) -> dict[str, mx.array]:
+        return {"norm.weight": self._body.norm.weight, **self.named(source.tensors)}

@@ -1,9 +1,18 @@
-"""Multi-head latent attention whose blocks of few rows are computed as their single rows are."""
+"""Multi-head latent attention whose blocks of few rows are computed as their single rows are.
 
+Families: DeepSeek-V3 and R1 (mlx-lm's deepseek_v3), and GLM-4.7-Flash (glm4_moe_lite), in whose
+head vLLM sets the embedding of a sequence's first row to zeros. transformers has no such rule for
+others of the layout; one row of the head's cache depends on it, and no answer.
+"""
+
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
+from mlx import nn
 from mlx_lm.models.base import scaled_dot_product_attention
+
+from .nextn import NextnFamily
 
 MAX_BLOCK_ROWS = 16
 """More rows than a verify has; prompts are cheaper by mlx-lm's way."""
@@ -45,3 +54,12 @@ class BlockLatentAttention:
     def _latent(self: Any, projected: mx.array) -> mx.array:
         """The latent of each row that the cache keeps, (B, n, kv_lora_rank)."""
         return self.kv_a_layernorm(projected)
+
+
+@cache
+def latent_family(attention: type[nn.Module]) -> type[NextnFamily]:
+    """The family of models with mlx-lm's class `attention`, whose caches hold latents and rotary
+    keys."""
+    block = type(f"Block{attention.__name__}", (BlockLatentAttention, attention), {})
+    fields = {"swaps": {attention: block}, "array_mask": True}
+    return type("LatentFamily", (NextnFamily,), fields)

@@ -11,9 +11,9 @@ from mlx import nn
 from mlx_lm.models import longcat_flash
 
 from ..caches.rollback import Swaps
-from .head import HeadSource, HeadUnusable
+from .head import HeadSource
 from .latent_attention import BlockLatentAttention
-from .nextn import NextnFamily, NextnHead
+from .nextn import NextnFamily
 
 
 class LongcatBlockAttention(BlockLatentAttention, longcat_flash.LongcatFlashMLA):
@@ -51,10 +51,10 @@ class LongcatFamily(NextnFamily):
     swaps: ClassVar[Swaps] = {longcat_flash.LongcatFlashMLA: LongcatBlockAttention}
     array_mask = True
 
-    def make_head(self) -> NextnHead:
-        return self.head_of(HeadLayer(self._model.args), self._model.args.rms_norm_eps)
+    def head_layer(self) -> nn.Module:
+        return HeadLayer(self._model.args)
 
-    def head_parameters(self, source: HeadSource) -> dict[str, mx.array] | HeadUnusable:
+    def head_parameters(self, source: HeadSource) -> dict[str, mx.array]:
         """The checkpoint's tensors as the head's parameters.
 
         The model class splits `kv_b_proj`, so those of the attention are passed under the names of

@@ -10,8 +10,8 @@ from typing import ClassVar
 
 from mlx_lm.models import mimo_v2_flash
 
-from .head import HiddenKind
-from .nextn import NextnFamily, NextnHead
+from .head import DraftHead, HiddenKind
+from .nextn import NextnFamily
 
 
 class MimoV2Family(NextnFamily):
@@ -19,7 +19,7 @@ class MimoV2Family(NextnFamily):
 
     hidden_kinds: ClassVar[tuple[HiddenKind, ...]] = ("post_norm",)
 
-    def make_head(self) -> NextnHead:
+    def make_head(self) -> DraftHead:
         args = self._model.args
         layer = mimo_v2_flash.DecoderLayer(args, is_moe=False, is_sliding_window=True)
         return self.head_of(layer, args.layernorm_epsilon, args.sliding_window_size)

@@ -15,8 +15,8 @@ from mlx_lm.models.ssm import ssm_update
 
 from ..caches.rollback import Swaps, TapedCache, TapedLayer, rows_of_each
 from ..caches.window import MAX_ROLLBACK_ROWS
-from .head import HeadSource, HeadUnusable, HiddenKind
-from .nextn import NextnFamily, NextnHead
+from .head import DraftHead, HeadSource, HiddenKind
+from .nextn import NextnFamily
 
 
 class TapedMamba(TapedLayer, nemotron_h.NemotronHMamba2Mixer):
@@ -105,10 +105,10 @@ class NemotronFamily(NextnFamily):
     def embed(self, tokens: mx.array) -> mx.array:
         return self._body.embeddings(tokens)
 
-    def make_head(self) -> NextnHead:
+    def make_head(self) -> DraftHead:
         args = self._model.args
         return self.head_of(HeadBlocks(args), args.layer_norm_epsilon)
 
-    def head_parameters(self, source: HeadSource) -> dict[str, mx.array] | HeadUnusable:
+    def head_parameters(self, source: HeadSource) -> dict[str, mx.array]:
         """The checkpoint's tensors as the head's parameters; the model class stacks the experts."""
         return self._as_in_backbone(source, "layers.", "backbone.layers.")

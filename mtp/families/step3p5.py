@@ -13,8 +13,8 @@ import mlx.core as mx
 from mlx_lm.models import step3p5
 from mlx_lm.models.base import create_attention_mask
 
-from .head import HeadSource, HeadUnusable, HiddenKind
-from .nextn import NextnFamily, NextnHead, placed
+from .head import DraftHead, HeadSource, HiddenKind
+from .nextn import NextnFamily
 
 _RAW_NORM = "transformer.shared_head."
 """The publisher's name, whose checkpoint stores norms as w - 1."""
@@ -37,7 +37,7 @@ class StepFamily(NextnFamily):
             x = layer(x, mask=masks[layer.is_sliding], cache=cache)
         return x
 
-    def make_head(self) -> NextnHead:
+    def make_head(self) -> DraftHead:
         args: step3p5.ModelArgs = self._model.args
         kinds, index = args.layer_types or [], args.num_hidden_layers
         if kinds and len(kinds) <= index:  # the list need not have the head's layers
@@ -46,14 +46,10 @@ class StepFamily(NextnFamily):
         window = args.sliding_window if layer.is_sliding else None
         return self.head_of(layer, args.rms_norm_eps, window)
 
-    def head_parameters(self, source: HeadSource) -> dict[str, mx.array] | HeadUnusable:
-        """The checkpoint's tensors as the head's parameters; `load_head` names what lacks."""
-        is_raw = any(name.startswith(_RAW_NORM) for name in source.tensors)
-        shift = 1 if is_raw else 0
-        return dict(
-            placed(
-                name.removeprefix("transformer."),
-                tensor + shift if name.endswith("norm.weight") else tensor,
-            )
+    def head_parameters(self, source: HeadSource) -> dict[str, mx.array]:
+        shift = 1 if any(name.startswith(_RAW_NORM) for name in source.tensors) else 0
+        tensors = {
+            name.removeprefix("transformer."): tensor + shift * name.endswith("norm.weight")
             for name, tensor in source.tensors.items()
-        )
+        }
+        return self.named(tensors)

@@ -32,13 +32,21 @@ def _class_for(model: nn.Module) -> type[Family] | None:
         case "qwen3_next":
             from .qwen3_next import Qwen3NextFamily as family_class
         case "deepseek_v3":
-            from .deepseek_v3 import DeepseekV3Family as family_class
+            from mlx_lm.models.deepseek_v3 import DeepseekV3Attention
+
+            from .latent_attention import latent_family
+
+            return latent_family(DeepseekV3Attention)
         case "deepseek_v32" | "glm_moe_dsa":
             from .deepseek_v32 import DeepseekV32Family as family_class
         case "glm4_moe":
-            from .glm4_moe import Glm4MoeFamily as family_class
+            from .nextn import NextnFamily as family_class
         case "glm4_moe_lite":
-            from .glm4_moe_lite import Glm4MoeLiteFamily as family_class
+            from mlx_lm.models.glm4_moe_lite import Glm4MoeLiteAttention
+
+            from .latent_attention import latent_family
+
+            return latent_family(Glm4MoeLiteAttention)
         case "ernie4_5" | "ernie4_5_moe":
             from .ernie import ErnieFamily as family_class
         case "longcat_flash":

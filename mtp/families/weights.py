@@ -1,7 +1,7 @@
 """Loads a draft head from the parameters that its family makes of a checkpoint's tensors."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 from mlx import nn
@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from .family import Family
-from .head import HeadSource, HeadUnusable
+from .head import DraftHead, HeadSource, HeadUnusable
 
 _BITS = (2, 3, 4, 5, 6, 8)
 _GROUPS = (32, 64, 128)
@@ -17,23 +17,18 @@ _AS_STORED = ("A_log", "e_score_correction_bias")
 """Parameters of draft heads that mlx-lm's models of the same families compute with in float32."""
 
 
-def load_head(family: Family, source: HeadSource, dtype: mx.Dtype | None) -> Any:
+def load_head(family: Family, source: HeadSource, dtype: mx.Dtype | None) -> DraftHead:
     """Loads `source` into a head and evaluates it; `dtype` None keeps the checkpoint's.
-
-    Returns a `DraftHead`, or HeadUnusable.
 
     Layers that are stored quantised stay so, each with the bits and group size that follow from its
     shapes: publishers mix them within a head, while config.json gives one for all.
+    Raises HeadUnusable.
     """
     weights = family.head_parameters(source)
-    if isinstance(weights, HeadUnusable):
-        return weights
     head = family.make_head()
-    if problem := _quantize_as_stored(head, weights):
-        return HeadUnusable(problem)
+    _quantize_as_stored(head, weights, family)
     shapes = {name: value.shape for name, value in _flat(head)}
-    if problem := _mismatch(shapes, weights):
-        return HeadUnusable(problem)
+    _require_shapes(shapes, weights, family)
     head.load_weights([(name, weights[name]) for name in shapes])
     if _gathers_on_cpu(head):
         dtype = mx.float32
@@ -71,8 +66,8 @@ def _gathers_on_cpu(head: nn.Module) -> bool:
     return any(isinstance(module, SwitchLinear) for _, module in head.named_modules())
 
 
-def _quantize_as_stored(head: nn.Module, weights: Mapping[str, mx.array]) -> str | None:
-    """Quantises the layers that have scales in `weights`. Returns an error if shapes do not fit."""
+def _quantize_as_stored(head: nn.Module, weights: Mapping[str, mx.array], family: Family) -> None:
+    """Quantises the layers that have scales in `weights`. Raises HeadUnusable for other shapes."""
     sizes: dict[str, dict[str, int]] = {}
     for path, module in head.named_modules():
         packed, scales = weights.get(f"{path}.weight"), weights.get(f"{path}.scales")
@@ -81,34 +76,33 @@ def _quantize_as_stored(head: nn.Module, weights: Mapping[str, mx.array]) -> str
         inputs = cast("mx.array", module.weight).shape[-1]
         bits, rest = divmod(32 * packed.shape[-1], inputs)
         group, group_rest = divmod(inputs, scales.shape[-1])
-        if (
-            packed.dtype != mx.uint32
-            or rest
-            or group_rest
-            or bits not in _BITS
-            or group not in _GROUPS
-        ):
-            return (
-                f"the MTP head's quantised {path}.weight has shape {packed.shape} and scales of "
+        fits = not rest and not group_rest and bits in _BITS and group in _GROUPS
+        if packed.dtype != mx.uint32 or not fits:
+            name = family.canonical(f"{path}.weight")
+            raise HeadUnusable(
+                f"the MTP head's quantised {name} has shape {packed.shape} and scales of "
                 f"{scales.shape}, which no bits and group size of MLX give for {inputs} inputs; "
                 "use the original repository's head"
             )
         sizes[path] = {"bits": bits, "group_size": group}
     nn.quantize(head, class_predicate=lambda path, _: sizes.get(path, False))
-    return None
 
 
 def _flat(head: nn.Module) -> list[tuple[str, mx.array]]:
     return cast("list[tuple[str, mx.array]]", tree_flatten(head.parameters()))
 
 
-def _mismatch(shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, mx.array]) -> str | None:
-    for name, shape in shapes.items():
-        if name not in weights:
-            return f"the MTP head lacks {name}; use the original repository's checkpoint"
-        if weights[name].shape != shape:
-            return (
-                f"the MTP head's {name} has shape {weights[name].shape} where {shape} fits this "
-                "model; use the head that belongs to it"
+def _require_shapes(
+    shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, mx.array], family: Family
+) -> None:
+    for parameter, shape in shapes.items():
+        name, tensor = family.canonical(parameter), weights.get(parameter)
+        if tensor is None:
+            raise HeadUnusable(
+                f"the MTP head lacks {name}; use the original repository's checkpoint"
             )
-    return None
+        if tensor.shape != shape:
+            raise HeadUnusable(
+                f"the MTP head's {name} has shape {tensor.shape} where {shape} fits this model; "
+                "use the head that belongs to it"
+            )

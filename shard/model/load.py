@@ -206,9 +206,10 @@ def _load_head(
     if isinstance(tensors, HeadMissing):
         return None, tensors.reason
     source = HeadSource(head_arrays(checkpoint, tensors), backbone_is_raw(checkpoint, tensors))
-    head = load_head(family, source, dtype)
-    if isinstance(head, HeadUnusable):
-        return None, head.reason
+    try:
+        head = load_head(family, source, dtype)
+    except HeadUnusable as fault:
+        return None, str(fault)
     place_ropes(head, stage.rope_positions)
     return head, "loaded"
 

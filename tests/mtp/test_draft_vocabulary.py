@@ -11,7 +11,7 @@ from engines import answer, request
 from mlx import nn
 from small import PROMPT, small_engine
 
-from exo_node.mtp.families.draft_vocabulary import first_rows
+from exo_node.mtp.families.family import first_rows
 from exo_node.mtp.types import Sampling
 
 ROWS, VOCABULARY, WIDTH = 40, 96, 64

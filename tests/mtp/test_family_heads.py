@@ -77,9 +77,9 @@ def test_caches_that_keep_no_way_back_turn_drafting_off(
 
 
 def refusal(family: Family, tensors: Tensors) -> str:
-    unusable = load_head(family, HeadSource(tensors, True), None)
-    assert isinstance(unusable, HeadUnusable)
-    return unusable.reason
+    with pytest.raises(HeadUnusable) as refused:
+        _ = load_head(family, HeadSource(tensors, True), None)
+    return str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,6 @@ def test_tensors_that_do_not_fit_together_are_refused(tensor: str) -> None:
 def drafted(family: Family, tensors: Tensors, raw: bool, dtype: mx.Dtype = mx.float32) -> mx.array:
     """Draft logits for arbitrary hiddens."""
     head = load_head(family, HeadSource(tensors, raw), dtype)
-    assert not isinstance(head, HeadUnusable), head
     size = family.embed(row([1])).shape[-1]
     hidden = mx.random.normal((1, 5, size), key=mx.random.key(1)).astype(dtype)
     output = head(hidden, family.embed(row([1, 2, 3, 4, 5])).astype(dtype), KVCache())

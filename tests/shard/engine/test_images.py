@@ -121,7 +121,7 @@ def test_a_tower_is_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_heads_rope_has_positions_too() -> None:
     head = loaded().head
-    assert type(head.layers[0].self_attn.rope) is PlacedRope
+    assert type(head.layer.self_attn.rope) is PlacedRope
 
 
 def test_penalties_and_copies_pass_over_rows_of_images() -> None:

@@ -107,9 +107,9 @@ def test_answers_together_continue_without_a_head_that_broke(runs_ahead: bool) -
 def broken_head() -> TextEngine:
     engine = small_engine()
     head: Any = engine.drafting._head  # pyright: ignore[reportPrivateUsage]
-    weight = head.fc.weight
+    weight = head.eh_proj.weight
     weight[0, 0] = float("nan")
-    head.fc.weight = weight
+    head.eh_proj.weight = weight
     return engine
 
 
