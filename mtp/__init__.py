@@ -4,7 +4,6 @@ accept.py: acceptance of drafts: the matching ones, or the longest block
 batch_probe.py: whether a request computes the same bits in a batch as alone
 batch_prompts.py: rows of several prompts in one forward
 batch_verdict.py: the verdict over a batch's verify, in one read
-end_bar.py: end tokens get probability 0 until an answer is long enough
 finite.py: logits that are no distribution
 grammar.py: masks ids that a grammar does not allow
 logprobs.py: log-probabilities of emitted tokens
@@ -13,7 +12,7 @@ part_probe.py: the first part whose rows differ in a block
 pieces.py: work in pieces of about one forward
 placed_rope.py: positions, masks and features of requests with images
 probe.py: whether a verify computes the same bits as single steps
-processors.py: penalties and logit bias, row by row
+processors.py: penalties, logit bias and barred end tokens, row by row
 sampler.py: from logits to tokens and verdicts, for one request
 sampling.py: the one target distribution, for drafts and their verification
 schedule.py: the ends of the forwards over a prompt

@@ -6,10 +6,9 @@ from typing import assert_never
 import mlx.core as mx
 
 from .accept import VerifyResult, accept_by_block, accept_matching
-from .end_bar import EndBar
 from .finite import finite_rows, tokens_of, with_finite_rows
 from .grammar import GrammarMask, GrammarMatcher
-from .processors import Processors
+from .processors import EndBar, Processors
 from .sampling import Distribution, Noise, TargetDistribution, draw, greedy_choice
 from .seams import Drafts, as_row
 from .types import Sampling

@@ -116,58 +116,17 @@ class TapedGatedDelta(TapedLayer):
             return stock(inputs, mask, cache)
         rows = inputs.shape[1]
         if self.chunked is not None and mask is None and rows > MAX_ROLLBACK_ROWS:
-            return self._prompt(inputs, cache, self._by_chunks)
+            return self._rows(inputs, cache, self._by_chunks)
         if self.kernel is not None and mask is None:
             if rows > MAX_KERNEL_ROWS:
-                return self._prompt(inputs, cache, self._by_kernel)
+                return self._rows(inputs, cache, self._by_kernel)
             start = self.start_of(cache, inputs.shape[0], inputs.dtype)
             out, *output = self.few_rows(inputs, *start)
             self.commit(cache, rows, start, output)
             return self.out_proj(out)
         if rows == 1 or rows > MAX_ROLLBACK_ROWS:
             return self.by_stock(cache, rows, lambda: stock(inputs, mask, cache))
-        return self._taped(inputs, cache)
-
-    def _taped(self, inputs: mx.array, cache: TapedCache) -> mx.array:
-        batch, rows, _ = inputs.shape
-        width = self.conv_kernel_size - 1
-        qkv, z, b, a = self.project(inputs)
-        conv_state, state = cache[0], cache[1]
-        if conv_state is None:
-            conv_state = mx.zeros((batch, width, self.conv_dim), dtype=inputs.dtype)
-        conv_input = mx.concatenate([conv_state, qkv], axis=1)
-        q, k, v = self._split_heads(nn.silu(self.conv1d(conv_input)), batch, rows)
-
-        def recur(upto: int, mask: mx.array | None = None) -> tuple[mx.array, mx.array]:
-            return gated_delta_update(
-                q[:, :upto],
-                k[:, :upto],
-                v[:, :upto],
-                a[:, :upto],
-                b[:, :upto],
-                self.A_log,
-                self.dt_bias,
-                state,
-                mask,
-                use_kernel=not self.training,
-            )
-
-        def restore(count: int) -> list[mx.array | None]:
-            if count == 0:
-                return [conv_state, state]
-            return [mx.contiguous(conv_input[:, count : count + width]), recur(count)[1]]
-
-        def restore_each(at: mx.array) -> list[mx.array | None]:
-            count = at[1]
-            # A masked row leaves a state as it was: the others' operations are those of `recur`.
-            mask = mx.arange(rows) < count[:, None]
-            return [rows_of_each(conv_input, count, width), recur(rows, mask)[1]]
-
-        out, cache[1] = recur(rows)
-        cache[0] = mx.contiguous(conv_input[:, -width:])
-        cache.record(rows, restore, restore_each)
-        cache.advance(rows)
-        return self.out_proj(self.norm(out, z).reshape(batch, rows, -1))
+        return self._rows(inputs, cache, self._by_steps)
 
     def takes(self, rows: int, mask: object, cache: object) -> bool:
         """Whether `few_rows` computes a forward of `rows` rows."""
@@ -234,6 +193,19 @@ class TapedGatedDelta(TapedLayer):
         cache.record(rows, restore, restore_each)
         cache.advance(rows)
 
+    def _by_steps(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        a: mx.array,
+        b: mx.array,
+        state: mx.array,
+        mask: mx.array | None = None,
+    ) -> tuple[mx.array, mx.array]:
+        parameters = self.A_log, self.dt_bias, state, mask
+        return gated_delta_update(q, k, v, a, b, *parameters, use_kernel=not self.training)
+
     def _by_kernel(
         self, q: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, state: mx.array
     ) -> tuple[mx.array, mx.array]:
@@ -246,12 +218,12 @@ class TapedGatedDelta(TapedLayer):
         assert self.chunked is not None
         return self.chunked(q, k, v, a, b, self.A_log, self.dt_bias, state)
 
-    def _prompt(self, inputs: mx.array, cache: TapedCache, recurrence: Recurrence) -> mx.array:
-        """`_taped` for any number of rows, by `recurrence`."""
+    def _rows(self, inputs: mx.array, cache: TapedCache, recurrence: Recurrence) -> mx.array:
+        """Computes any number of rows by `recurrence`, with a tape if they can be rolled back."""
         batch, rows, _ = inputs.shape
         qkv, z, b, a = self.project(inputs)
         before, state = self.last_of(cache, batch, inputs.dtype)
-        window = mx.concatenate([before, qkv], axis=1)
+        window, width = mx.concatenate([before, qkv], axis=1), before.shape[1]
         q, k, v = self._split_heads(nn.silu(self.conv1d(window)), batch, rows)
 
         def recur(upto: int) -> tuple[mx.array, mx.array]:
@@ -261,14 +233,20 @@ class TapedGatedDelta(TapedLayer):
         def restore(count: int) -> list[mx.array | None]:
             if count == 0:
                 return [before, state]
-            return [_rows_of(window, count, before.shape[1]), recur(count)[1]]
+            return [_rows_of(window, count, width), recur(count)[1]]
+
+        def restore_each(at: mx.array) -> list[mx.array | None]:
+            count = at[1]
+            # A masked row leaves a state as it was: the others' operations are those of `recur`.
+            mask = mx.arange(rows) < count[:, None]
+            return [rows_of_each(window, count, width), recurrence(q, k, v, a, b, state, mask)[1]]
 
         out, cache[1] = recur(rows)
-        cache[0] = _rows_of(window, rows, before.shape[1])
+        cache[0] = _rows_of(window, rows, width)
         if rows > MAX_ROLLBACK_ROWS:
             cache.forget()
         else:
-            cache.record(rows, restore)
+            cache.record(rows, restore, restore_each if recurrence == self._by_steps else None)
         cache.advance(rows)
         return self.out_proj(self.norm(out, z).reshape(batch, rows, -1))
 

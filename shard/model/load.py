@@ -230,9 +230,7 @@ def _family(spec: pb.StageSpec, stage: StageModel) -> Family | str:
             f"rows cannot be taken back from this model's caches ({', '.join(kinds)}), so drafts "
             "cannot be verified; remove [native_mtp] from the card"
         )
-    family = family_of(stage.model, spec.mtp_hidden)
-    assert family is not None
-    return family
+    return type(usual)(stage.model, spec.mtp_hidden)
 
 
 def _limits(spec: pb.StageSpec, config: Mapping[str, Any], vision: Vision | None) -> StageLimits:

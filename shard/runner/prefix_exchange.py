@@ -20,7 +20,7 @@ from ...proto.grpc_options import CHANNEL_OPTIONS
 from ..checkpoint.files import Buffer
 from ..checkpoint.prefix_files import PrefixReceiver, ReceivedPrefix
 from ..engine.compute import ComputeThread
-from ..engine.prefixes.lookup import ExpectedPrefix, PrefixLookup
+from ..engine.prefixes.lookup import PrefixLookup
 from ..engine.request import Parameters
 from ..model.stage_limits import StageLimits
 
@@ -81,14 +81,16 @@ class PrefixFetcher:
         return received
 
     async def _receive(self, source: pb.PrefixSource, request: Parameters) -> ReceivedPrefix:
-        expected = await asyncio.to_thread(self._expected, request)
+        salt, drafts = request.sharing.cache_salt, request.k > 0
+        find = partial(self._lookup.expected, drafts=drafts, context_length=self._context_length)
+        expected = await asyncio.to_thread(find, self._key, request.prompt, salt)
         in_memory = sum(each.held_bytes for each in self._waiting)
         receiver = PrefixReceiver(self._limit - in_memory, expected.check)
         wire = pb.PrefixRequest(
             placement=source.placement,
             tokens=request.prompt,
-            cache_salt=request.sharing.cache_salt,
-            drafts=request.k > 0,
+            cache_salt=salt,
+            drafts=drafts,
             key=self._key,
         )
         async with self._connected(source) as channel:
@@ -104,15 +106,6 @@ class PrefixFetcher:
                     await asyncio.to_thread(receiver.feed, chunk.data)
             finally:
                 _ = call.cancel()
-
-    def _expected(self, request: Parameters) -> ExpectedPrefix:
-        return self._lookup.expected(
-            self._key,
-            request.prompt,
-            request.sharing.cache_salt,
-            drafts=request.k > 0,
-            context_length=self._context_length,
-        )
 
     @asynccontextmanager
     async def _connected(self, source: pb.PrefixSource) -> AsyncGenerator[grpc.aio.Channel]:

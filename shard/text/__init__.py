@@ -13,11 +13,10 @@ pictures.py: decodes image files within limits and cuts them into patches
 plain_calls.py: tools and calls for models and templates without a form of their own for them
 prompt_encoder.py: sends prompts and grammars to the helpers for short and long requests, whose
   processes it replaces
-rewritings.py: finds the rewriting of a chat that a template takes without losing a part
+rewritings.py: joins, splits and moves turns of a chat, as far as its template needs that
 stop_strings.py: stop strings in an answer's content
 template.py: chat templates and their options
 thinking.py: a chat template's variables for reasoning
 token_bytes.py: the bytes of one token
 tokenizer_folder.py: a tokenizer's files as this engine reads them, and their limits
-turns.py: joins, splits and moves turns of a chat
 """

@@ -7,7 +7,7 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
-from exo_node.mtp.end_bar import EndBar
+from exo_node.mtp.processors import EndBar
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import Drafts, as_ids
 from exo_node.mtp.types import Sampling

@@ -11,8 +11,7 @@ from ....mtp.caches.rollback import TapedCache, cache_arrays, row_count
 from ....mtp.caches.window import WindowCache
 from ....mtp.seams import FORWARD_FAULTS
 from ...checkpoint.prefix_files import PrefixFile, ReceivedPrefix, StoredTensor
-from ..states.cache_parts import LayerRows, joined
-from ..states.spans import Span
+from ..states.cache_parts import LayerRows, Span, joined
 from ..states.state import DraftState, State
 from .tree import PrefixNode, drafter_spans, pending_of
 

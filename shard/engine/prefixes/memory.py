@@ -17,8 +17,7 @@ import mlx.core as mx
 
 from ....mtp.caches.rollback import cache_arrays, holds_rows
 from ....mtp.types import CacheTier
-from ..states.cache_parts import copied, joined
-from ..states.spans import Span, bytes_of_row, joined_size, rows_in
+from ..states.cache_parts import Span, bytes_of_row, copied, joined, joined_size, rows_in
 from ..states.state import DraftState, State
 from .prompt_path import PromptPath
 from .tree import DrafterPart, PrefixNode, drafter_spans, pending_of

@@ -8,7 +8,7 @@ from ....mtp.caches.rollback import cache_arrays
 from ....mtp.types import CacheTier
 from ....placement.gpu_faults import is_failed_command
 from ...checkpoint.prefix_files import ReceivedPrefix
-from ..states.spans import growth_of
+from ..states.cache_parts import growth_of
 from ..states.state import State
 from .disk import PrefixDisk
 from .encoding import CONTENT_FAULTS, read_state

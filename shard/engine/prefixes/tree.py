@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ....mtp.caches.rollback import cache_arrays
 from ....mtp.types import CacheTier
-from ..states.spans import Span
+from ..states.cache_parts import Span
 from ..states.state import DraftState
 from .prompt_path import stems
 

@@ -9,7 +9,7 @@ import shutil
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from ...model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
@@ -159,10 +159,5 @@ def _run(request: ImportRequest) -> int:
     return 0
 
 
-def main() -> NoReturn:
-    """Entry point of the child process."""
-    run_child("models import", ImportRequest, _run)
-
-
 if __name__ == "__main__":
-    main()
+    run_child("models import", ImportRequest, _run)

@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from ...model import loader_import  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
@@ -136,10 +136,5 @@ def _run(request: ConvertRequest) -> int:
     return 0
 
 
-def main() -> NoReturn:
-    """Entry point of the child process."""
-    run_child("models convert", ConvertRequest, _run)
-
-
 if __name__ == "__main__":
-    main()
+    run_child("models convert", ConvertRequest, _run)

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 from pydantic import Field
 
@@ -127,10 +127,5 @@ def _run(request: ShareRequest) -> int:
     return 0
 
 
-def main() -> NoReturn:
-    """Entry point of the child process."""
-    run_child("report --share", ShareRequest, _run)
-
-
 if __name__ == "__main__":
-    main()
+    run_child("report --share", ShareRequest, _run)

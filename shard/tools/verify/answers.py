@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -33,25 +32,8 @@ MAX_SURPRISE = 4.5
 """The limit in standard deviations, which chance exceeds once in 300,000 tests."""
 
 
-@dataclass(frozen=True, slots=True)
-class DepthComparison:
-    """Answers with K drafts compared with those without, prompt by prompt."""
-
-    k: int
-    first_difference: tuple[int | None, ...]
-    gaps: tuple[float, ...]
-    """The top-2 gap without drafts at each first difference."""
-    proposed: int
-    accepted: int
-
-    def numbers(self) -> dict[str, Any]:
-        return {
-            "k": self.k,
-            "first_difference": list(self.first_difference),
-            "top2_gap_at_difference": list(self.gaps),
-            "proposed": self.proposed,
-            "accepted": self.accepted,
-        }
+Figures = dict[str, Any]
+"""JSON values of a check."""
 
 
 def check_greedy(
@@ -70,15 +52,15 @@ def check_greedy(
         return Check("greedy", "skipped", subject.no_drafts, {})
     plain = [answer(subject, prompt, 0, tokens, top=2) for prompt in prompts]
     comparisons = [_compare_depth(subject, prompts, plain, k, tokens) for k in subject.depths]
-    gaps = [gap for each in comparisons for gap in each.gaps]
+    gaps = [gap for each in comparisons for gap in each["top2_gap_at_difference"]]
     limit = 0.0 if bitwise else NEAR_TIE_MARGIN * tau
-    pattern = pattern_of(comparisons)
+    pattern = pattern_of([each["first_difference"] for each in comparisons])
     numbers = {
         "prompts": len(prompts),
         "tokens": tokens,
         "largest_near_tie": limit,
         "pattern": pattern,
-        "per_k": [each.numbers() for each in comparisons],
+        "per_k": comparisons,
     }
     if not gaps:
         summary = (
@@ -87,10 +69,14 @@ def check_greedy(
         )
         return Check("greedy", "ok", summary, numbers)
     where = f"{len(gaps)} of {len(comparisons) * len(prompts)} answers differ from K=0 ({pattern})"
-    if max(gaps) <= limit:
-        return Check("greedy", "differs", f"{where}, each first at a near tie", numbers)
-    summary = f"{where}, and near ties do not explain it: rollback or acceptance is wrong"
-    return Check("greedy", "defect", summary, numbers)
+    return _different("greedy", where, max(gaps), "rollback or acceptance is wrong", numbers)
+
+
+def _different(name: str, where: str, gap: float, wrong: str, numbers: Figures) -> Check:
+    """The check of answers that differ, by the largest `gap` at which one first does."""
+    if gap <= numbers["largest_near_tie"]:
+        return Check(name, "differs", f"{where}, each first at a near tie", numbers)
+    return Check(name, "defect", f"{where}, and near ties do not explain it: {wrong}", numbers)
 
 
 def _compare_depth(
@@ -99,7 +85,8 @@ def _compare_depth(
     plain: Sequence[Sequence[Round]],
     k: int,
     tokens: int,
-) -> DepthComparison:
+) -> Figures:
+    """Compares answers with K drafts with those without, prompt by prompt."""
     differences: list[int | None] = []
     gaps: list[float] = []
     rounds: list[Round] = []
@@ -110,8 +97,13 @@ def _compare_depth(
         differences.append(index)
         if index is not None:
             gaps.append(_top2_gap(expected, index))
-    proposed, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
-    return DepthComparison(k, tuple(differences), tuple(gaps), proposed, accepted)
+    return {
+        "k": k,
+        "first_difference": differences,
+        "top2_gap_at_difference": gaps,
+        "proposed": sum(r.drafted for r in rounds),
+        "accepted": sum(r.accepted for r in rounds),
+    }
 
 
 def _top2_gap(rounds: Sequence[Round], at: int) -> float:
@@ -120,9 +112,10 @@ def _top2_gap(rounds: Sequence[Round], at: int) -> float:
     return best[1] - second[1]
 
 
-def pattern_of(comparisons: Sequence[DepthComparison]) -> str:
-    """How the first difference moves with K. Rounding does not depend on the number of drafts."""
-    rows = zip(*(each.first_difference for each in comparisons), strict=True)
+def pattern_of(first_differences: Sequence[Sequence[int | None]]) -> str:
+    """How the first difference, by K and prompt, moves with K. Rounding does not depend on the
+    number of drafts."""
+    rows = zip(*first_differences, strict=True)
     kinds = {_course([at for at in row if at is not None]) for row in rows} - {""}
     return kinds.pop() if len(kinds) == 1 else "mixed" if kinds else "none"
 
@@ -170,10 +163,7 @@ def check_batch(
         same = "bit for bit" if finding == "ok" else "though logits differ by rounding"
         return Check("batch", finding, f"{description}: each as it is alone, {same}", numbers)
     where = f"{description}: {len(tie_gaps)} differ from what they are alone"
-    if max(tie_gaps) <= limit:
-        return Check("batch", "differs", f"{where}, each first at a near tie", numbers)
-    summary = f"{where}, and near ties do not explain it: requests change each other"
-    return Check("batch", "defect", summary, numbers)
+    return _different("batch", where, max(tie_gaps), "requests change each other", numbers)
 
 
 def check_seeded(

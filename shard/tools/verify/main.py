@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from pydantic import Field
 
@@ -205,10 +205,5 @@ def _run(request: VerifyRequest) -> int:
     return report.exit_status
 
 
-def main() -> NoReturn:
-    """Entry point of the child process; the exit status: 0 if answers are exact, 1 if not."""
-    run_child("verify", VerifyRequest, _run)
-
-
 if __name__ == "__main__":
-    main()
+    run_child("verify", VerifyRequest, _run)

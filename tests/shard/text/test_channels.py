@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.runner.answer_pieces import AnswerPieces
+from exo_node.shard.text.rewritings import fold_system_messages
 from exo_node.shard.text.template import TemplateOptions
 from exo_node.shard.text.tools.call_formats import FORMATS
 from exo_node.shard.text.tools.tool_calls import Call, parse_calls
-from exo_node.shard.text.turns import fold_system_messages
 
 WEATHER: dict[str, Any] = {
     "type": "function",

@@ -26,7 +26,7 @@ from exo_node.shard.text.image_rows import PreparedImage, require_rows, with_ima
 from exo_node.shard.text.messages import joined_contents
 from exo_node.shard.text.pictures import PictureProcessor, header_of, image_of
 from exo_node.shard.text.plain_calls import without_tool_roles
-from exo_node.shard.text.turns import fold_system_messages
+from exo_node.shard.text.rewritings import fold_system_messages
 
 
 def no_token(_: str) -> None:

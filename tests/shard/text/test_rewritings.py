@@ -17,14 +17,16 @@ from stubborn_templates import STUBBORN
 
 from exo_node.placement.errors import InvalidRequest
 from exo_node.shard.text.plain_calls import plainer_tool
-from exo_node.shard.text.rewritings import BY_PREFERENCE, MarkedChat, needed_rewritings
-from exo_node.shard.text.template import ChatTemplate, TemplateOptions
-from exo_node.shard.text.turns import (
+from exo_node.shard.text.rewritings import (
+    BY_PREFERENCE,
+    MarkedChat,
     fold_texts_into_results,
     join_neighbours,
+    needed_rewritings,
     shorten_ids,
     split_calls,
 )
+from exo_node.shard.text.template import ChatTemplate, TemplateOptions
 
 Message = Mapping[str, Any]
 IMAGE = [{"type": "image"}, {"type": "text", "text": "seen"}]

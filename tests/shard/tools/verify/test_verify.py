@@ -41,7 +41,6 @@ from exo_node.shard.engine.drafter import DraftModel
 from exo_node.shard.tools import child
 from exo_node.shard.tools.verify import main as verify
 from exo_node.shard.tools.verify.answers import (
-    DepthComparison,
     check_greedy,
     first_difference,
     pattern_of,
@@ -164,10 +163,7 @@ def test_near_ties_explain_greedy_answers_that_differ() -> None:
 def test_where_answers_differ_first_tells_rounding_from_a_fault(
     at: tuple[int | None, ...], pattern: str
 ) -> None:
-    assert (
-        pattern_of([DepthComparison(k, (first,), (), 0, 0) for k, first in enumerate(at, 1)])
-        == pattern
-    )
+    assert pattern_of([[first] for first in at]) == pattern
 
 
 def test_numbers_beyond_rounding_are_a_defect() -> None:
