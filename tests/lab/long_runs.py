@@ -1,16 +1,40 @@
-"""Long answers under observation: their memory."""
+"""Long answers under observation: the rows of the head, and memory."""
 
 # mlx is typed in part only.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
+import pytest
 from engines import request
 
+from exo_node.mtp.batch_verdict import RowDrafts
 from exo_node.shard.engine.answers.events import Delta
 from exo_node.shard.engine.answers.text_engine import TextEngine
+from exo_node.shard.engine.drafter import Drafter
 from exo_node.shard.engine.engine import CLEAR_EVERY
+
+
+@contextmanager
+def watched_heads() -> Generator[list[tuple[int, int]]]:
+    """One pair for each drafting round of one request, after its drafts: committed rows in the
+    head's cache, rows of the target."""
+    rows: list[tuple[int, int]] = []
+    draft = Drafter.draft
+
+    def noting(self: Drafter, k: int, *rest: Any) -> RowDrafts:
+        drafts = draft(self, k, *rest)
+        *_, (position,) = rest
+        rows.append((self._set.caches[0].offset, position - 1))  # pyright: ignore[reportPrivateUsage]
+        return drafts
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Drafter, "draft", noting)
+        yield rows
 
 
 @dataclass(frozen=True, slots=True)

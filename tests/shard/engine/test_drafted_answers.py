@@ -5,27 +5,24 @@
 # pyright: reportUnknownArgumentType=false
 
 import functools
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from engines import ORACLE, Answer, answer, load_quietly, request, spec, whole_engine
+from long_runs import watched_heads
 from mlx import nn
 from models import make_checkpoint
 from small import PROMPT as SMALL_PROMPT
 from small import small_engine
 
-from exo_node.mtp.batch_verdict import RowDrafts
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.sampling import greedy_token
 from exo_node.mtp.seams import as_ids
 from exo_node.mtp.types import Sampling
 from exo_node.shard.engine.answers.events import Delta
 from exo_node.shard.engine.answers.text_engine import TextEngine
-from exo_node.shard.engine.drafter import Drafter
 from exo_node.shard.engine.states.cache_set import CacheSet
 from exo_node.shard.engine.states.state import DraftState
 
@@ -41,24 +38,6 @@ def engine() -> TextEngine:
 def demo() -> TextEngine:
     """Faults that only acceptance shows, which takes trained weights."""
     return whole_engine()
-
-
-@contextmanager
-def watched_heads() -> Generator[list[tuple[int, int]]]:
-    """One pair for each drafting round of one request, after its drafts: committed rows in the
-    head's cache, rows of the target."""
-    rows: list[tuple[int, int]] = []
-    draft = Drafter.draft
-
-    def noting(self: Drafter, k: int, *rest: Any) -> RowDrafts:
-        drafts = draft(self, k, *rest)
-        *_, (position,) = rest
-        rows.append((self._set.caches[0].offset, position - 1))  # pyright: ignore[reportPrivateUsage]
-        return drafts
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Drafter, "draft", noting)
-        yield rows
 
 
 @functools.cache
