@@ -61,12 +61,7 @@ async def _serve(settings: Settings, hardware: Hardware, presence: DataDirLock) 
             local = node.local
             ports = {"port": local.http_port, "grpc_port": local.grpc_port}
             settings = settings.model_copy(update=ports)
-            presence.announce(
-                settings.host,
-                local.http_port,
-                version=local.version,
-                models_dirs=settings.models_dirs,
-            )
+            presence.announce(settings.host, local.http_port, settings.models_dirs)
             where = f"http://{settings.host}:{local.http_port}"
             log.info("node %s is ready: %s", settings.name, where)
             if terminal() is not None:  # the link reaches no log

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 from ...placement.errors import InvalidRequest
 from ..store.prefix_folder import StoredPrefix, prefix_root, remove_prefixes, stored_prefixes
-from .flags import AsJson, DataDir, argument, client_settings, group
+from .client import client_settings
+from .flags import AsJson, DataDir, argument, group
 from .output import minute, note, print_json, print_result, print_table, size
 
 cache = group("Show and clear the prompts that models keep on disk.")

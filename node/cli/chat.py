@@ -13,8 +13,8 @@ import typer
 
 from ...placement.errors import ExoNodeError
 from ..machine.log import escape_controls
-from .client import ApiEndpoint, Comment, call, locate, stream
-from .flags import AsJson, DataDir, LocalPort, argument, client_settings, models_on_disk, option
+from .client import ApiEndpoint, Comment, call, client_settings, locate, stream
+from .flags import AsJson, DataDir, LocalPort, argument, models_on_disk, option
 from .output import note, print_answer, print_json, stats_line
 
 if TYPE_CHECKING:

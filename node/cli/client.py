@@ -3,20 +3,18 @@
 import json
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from ...placement.errors import ExoNodeError
+from ...placement.errors import ExoNodeError, InvalidSettings
 from ..machine.data_dir_lock import find_running, reachable
 from ..machine.log import escape_controls
 from ..trust.local_token import TOKEN_HEADER, read_token
-from .flags import client_settings
 from .times import TIMES
 
 if TYPE_CHECKING:
     import httpx2
-
-    from ..machine.client_settings import ClientSettings
 
 EXIT_FAILED: Final = 1
 EXIT_NO_NODE: Final = 69
@@ -67,6 +65,42 @@ class ApiEndpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class ClientSettings:
+    """How a command finds the running node; with `port` None by the run file."""
+
+    data_dir: Path
+    host: str = "127.0.0.1"
+    port: int | None = None
+    api_key: str | None = field(default=None, repr=False)
+
+
+def client_settings(
+    port: str | None, data_dir: str | None, environ: Mapping[str, str] | None = None
+) -> ClientSettings:
+    """The settings of a command by its flags; --data-dir names a node, so it wins over EXO_PORT.
+
+    They are read apart from the others, so that commands start at once. Raises InvalidSettings.
+    """
+    from ..machine import setting_sources as sources
+    from ..machine.setting_values import as_host, as_path, as_port, as_secret
+
+    readers = {"host": as_host, "port": as_port, "data_dir": as_path, "api_key": as_secret}
+    flags = {"port": port, "data_dir": data_dir}
+    inputs = sources.collect(readers, flags, sources.environment() if environ is None else environ)
+    if data_dir is not None and port is None:
+        _ = inputs.values.pop("port", None)
+    values: dict[str, Any] = {"data_dir": sources.default_data_dir()}
+    for name, value in inputs.values.items():
+        origin = inputs.origins[name]
+        try:
+            values[name] = readers[name](value)
+        except ValueError as error:
+            raise InvalidSettings(f"{origin}: {error}", param=origin) from None
+    values["port"] = values.get("port") or None  # 0 names no port
+    return ClientSettings(**values)
+
+
+@dataclass(frozen=True, slots=True)
 class Comment:
     """An SSE comment, which the node sends as progress: `prefill 512/4096`."""
 
@@ -78,7 +112,7 @@ def connect(port: str | None, data_dir: str | None) -> ApiEndpoint:
     return locate(client_settings(port, data_dir))
 
 
-def locate(settings: "ClientSettings") -> ApiEndpoint:
+def locate(settings: ClientSettings) -> ApiEndpoint:
     """The node at the given port, else the one that holds the data folder.
 
     Raises CallFailed (exit 69) when none runs there, (exit 75) while it is still starting.
@@ -99,7 +133,7 @@ def locate(settings: "ClientSettings") -> ApiEndpoint:
     return ApiEndpoint(running.http_host, running.http_port, settings.api_key, token)
 
 
-def find_node(settings: "ClientSettings") -> ApiEndpoint | None:
+def find_node(settings: ClientSettings) -> ApiEndpoint | None:
     """The node that `locate` finds, None where none runs. Raises CallFailed for one that starts."""
     try:
         return locate(settings)

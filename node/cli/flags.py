@@ -1,11 +1,8 @@
 """Flags that several commands share, and the names that a shell completes."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-
-if TYPE_CHECKING:
-    from ..machine.client_settings import ClientSettings
 
 # ------------------------------------------------------------------- what the shell completes
 
@@ -90,11 +87,3 @@ Exclude = Annotated[str | None, option("A,B", "Not these nodes.", autocompletion
 def group(help: str) -> typer.Typer:
     """A command that has commands of its own."""
     return typer.Typer(help=help, add_completion=False, no_args_is_help=True, rich_markup_mode=None)
-
-
-def client_settings(port: str | None, data_dir: str | None) -> "ClientSettings":
-    """How to find the node that a LocalPort and a DataDir mean. Raises InvalidSettings."""
-    from ..machine.client_settings import load_client_settings
-    from ..machine.setting_sources import environment
-
-    return load_client_settings({"port": port, "data_dir": data_dir}, environment())

@@ -11,8 +11,8 @@ from ...placement.errors import ExoNodeError, InvalidRequest
 from ..machine.log import escape_controls
 from ..machine.node_names import named_node
 from . import output
-from .client import ApiEndpoint, call, connect, find_node
-from .flags import AsJson, DataDir, LocalPort, Yes, argument, client_settings
+from .client import ApiEndpoint, call, client_settings, connect, find_node
+from .flags import AsJson, DataDir, LocalPort, Yes, argument
 from .output import Json, confirm, note, table, text_of, texts
 from .status import node_row
 from .times import TIMES

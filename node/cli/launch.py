@@ -19,9 +19,9 @@ from typer.core import TyperCommand
 from ...placement.errors import InvalidSettings
 from ..machine.private_files import replace_private
 from ..machine.setting_sources import environment
-from .client import ApiEndpoint, CallFailed, call, locate
+from .client import ApiEndpoint, CallFailed, call, client_settings, locate
 from .coding_tools import KEY, TOOLS, CodingTool, Invocation, ServedModel, shell_lines
-from .flags import DataDir, LocalPort, argument, client_settings, models_on_disk, option
+from .flags import DataDir, LocalPort, argument, models_on_disk, option
 from .load import load as load_model
 from .output import note
 from .plan import preview_path

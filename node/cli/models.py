@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from . import output
-from .client import call, find_node
-from .flags import AsJson, DataDir, LocalPort, ModelsDir, argument, client_settings
+from .client import call, client_settings, find_node
+from .flags import AsJson, DataDir, LocalPort, ModelsDir, argument
 from .output import Json, joined, size, table, text_of
 
 if TYPE_CHECKING:

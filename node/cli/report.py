@@ -12,9 +12,9 @@ import typer
 from ...placement.errors import ExoNodeError, InvalidSettings
 from ..machine.private_files import update_private
 from .child import local_model, model_facts, read_child
-from .client import ApiEndpoint, call, follow
+from .client import ApiEndpoint, call, client_settings, follow
 from .doctor import check_all, endpoint_or_fault
-from .flags import DataDir, LocalPort, ModelsDir, argument, client_settings, option
+from .flags import DataDir, LocalPort, ModelsDir, argument, option
 from .output import note
 from .times import TIMES
 

@@ -17,7 +17,8 @@ import typer
 
 from ...placement.errors import ExoNodeError
 from ..machine.private_files import replace_private
-from .flags import AsJson, DataDir, Yes, client_settings, group
+from .client import client_settings
+from .flags import AsJson, DataDir, Yes, group
 from .output import confirm, joined, note
 from .times import TIMES
 

@@ -12,8 +12,8 @@ import typer
 
 from ...placement.errors import ExoNodeError, InvalidSettings
 from ..machine.data_dir_lock import Running, find_running
-from .client import ApiEndpoint, CallFailed, no_node, read_text
-from .flags import AsJson, DataDir, Dtype, ModelsDir, client_settings, option
+from .client import ApiEndpoint, CallFailed, client_settings, no_node, read_text
+from .flags import AsJson, DataDir, Dtype, ModelsDir, option
 from .output import note, print_result
 from .times import TIMES
 

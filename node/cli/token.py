@@ -12,7 +12,8 @@ from ..trust.token_file import (
     revoke_token,
     turn_off,
 )
-from .flags import AsJson, DataDir, Yes, argument, client_settings, group
+from .client import client_settings
+from .flags import AsJson, DataDir, Yes, argument, group
 from .output import confirm, minute, note, print_json, print_result, print_table
 
 token = group("Make and revoke keys for clients.")

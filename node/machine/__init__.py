@@ -2,7 +2,6 @@
 
 awake.py: keeps the machine from sleeping while it answers
 background_reads.py: files read beside the event loop, so that a disk that hangs does not block it
-client_settings.py: the settings by which a command finds its node
 data_dir_lock.py: the lock of a data folder, by which commands find its node
 events.py: the log of the cluster's events, one line each
 hardware.py: chip, backend, memory, bandwidth

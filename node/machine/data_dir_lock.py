@@ -8,7 +8,6 @@ import errno
 import fcntl
 import json
 import os
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,8 +30,6 @@ class Running:
     pid: int
     http_host: str | None = None
     http_port: int | None = None
-    started: float | None = None
-    version: str | None = None
     models_dirs: tuple[str, ...] = ()
     """The folders of its --models-dir."""
 
@@ -56,16 +53,8 @@ class DataDirLock:
         except OSError as error:
             raise _unusable(data_dir, error) from error
 
-    def announce(
-        self,
-        host: str,
-        port: int,
-        *,
-        version: str,
-        started: float | None = None,
-        models_dirs: Sequence[Path] = (),
-    ) -> None:
-        """Write the run file, once HTTP is bound to `host`:`port`; `started` in Unix seconds.
+    def announce(self, host: str, port: int, models_dirs: Sequence[Path] = ()) -> None:
+        """Write the run file, once HTTP is bound to `host`:`port`.
 
         Raises InvalidSettings if the folder cannot be written, as where its disk is full.
         """
@@ -73,8 +62,6 @@ class DataDirLock:
             "pid": os.getpid(),
             "http_host": host,
             "http_port": port,
-            "started": time.time() if started is None else started,
-            "version": version,
             "models_dirs": [str(folder.absolute()) for folder in models_dirs],
         }
         text = json.dumps(record) + "\n"
@@ -159,15 +146,10 @@ def _read_holder(descriptor: int, data_dir: Path) -> Running | None:
     except (FileNotFoundError, ValueError):
         return Running(pid)
     match record:
-        case {
-            "pid": int(writer),
-            "http_host": str(host),
-            "http_port": int(port),
-            "started": int() | float() as started,
-            "version": str(version),
-            "models_dirs": folders,
-        } if writer == pid:
-            return Running(pid, host, port, started, version, tuple(map(str, folders)))
+        case {"http_host": str(host), "http_port": int(port), "models_dirs": folders} if (
+            record.get("pid") == pid
+        ):
+            return Running(pid, host, port, tuple(map(str, folders)))
         case _:
             return Running(pid)
 

@@ -47,9 +47,6 @@ class Inputs:
     values: dict[str, Any]
     origins: dict[str, str]
 
-    def by_flag(self, field: str) -> bool:
-        return self.origins.get(field, "").startswith("--")
-
 
 _FORGOTTEN: list[str] = []
 _OF_LIBRARIES: Final = re.compile(

@@ -187,7 +187,7 @@ def load_settings(
     if environ.get(_STRICT, "").strip():
         raise InvalidSettings(_STRICT_REFUSAL, param=_STRICT)
     inputs = collect(Settings.model_fields, flags, environ)
-    if inputs.by_flag("cluster_key_file"):
+    if flags.get("cluster_key_file") is not None:
         inputs.values.pop("cluster_key", None)
     settings = _validate(inputs)
     _check_bind(settings, inputs, has_token)

@@ -191,7 +191,7 @@ def test_status_shows_nodes_and_placements(stub: Stub, tmp_path: Path) -> None:
         "/v1/join/requests": as_json({"data": [{"name": "studio\x1b[2J"}]}),
     }
     with DataDirLock.acquire(tmp_path) as presence:
-        presence.announce("0.0.0.0", stub.port, version="0.1.0")
+        presence.announce("0.0.0.0", stub.port)
         result = exo_node("status", "--data-dir", str(tmp_path), EXO_PORT="1")
         raw = exo_node("status", "--data-dir", str(tmp_path), "--json")
     assert (result.returncode, result.stderr) == (0, "")
@@ -330,7 +330,7 @@ def test_stop_waits_for_a_node_as_long_as_it_answers(
     with http.server.HTTPServer(("127.0.0.1", 0), Health) as server:
         answers = threading.Thread(target=server.serve_forever)
         answers.start()
-        lives = f"; held.announce('127.0.0.1', {server.server_port}, version='1')"
+        lives = f"; held.announce('127.0.0.1', {server.server_port})"
         ignores = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
         with holder(tmp_path, ignores, then=lives) as process:
             result = CliRunner().invoke(app, ["stop", "--data-dir", str(tmp_path)])

@@ -13,7 +13,7 @@ def test_a_models_folder_of_a_running_node_is_searched_too(tmp_path: Path, runs:
     mine, data = tmp_path / "mine", tmp_path / "data"
     with DataDirLock.acquire(data) as presence:
         if runs:
-            presence.announce("127.0.0.1", 9, version="1", models_dirs=(mine,))
+            presence.announce("127.0.0.1", 9, (mine,))
         settings, _, _ = this_machine(str(data), None)
         assert settings.models_dirs == ((mine,) if runs else ())
         other, _, _ = this_machine(str(data), [str(tmp_path)])

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from exo_node.node.machine.data_dir_lock import DataDirLock
 held = DataDirLock.acquire(Path(sys.argv[1]))
-held.announce("127.0.0.1", 7001, version="9.9")
+held.announce("127.0.0.1", 7001)
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -41,8 +41,8 @@ def test_a_running_node_is_found_until_it_closes(tmp_path: Path) -> None:
     assert find_running(data_dir) is None
     with DataDirLock.acquire(data_dir) as presence:
         assert find_running(data_dir) == Running(os.getpid())
-        presence.announce("127.0.0.1", 7000, version="1.2", started=5.0)
-        assert find_running(data_dir) == Running(os.getpid(), "127.0.0.1", 7000, 5.0, "1.2")
+        presence.announce("127.0.0.1", 7000)
+        assert find_running(data_dir) == Running(os.getpid(), "127.0.0.1", 7000)
     assert find_running(data_dir) is None
     assert not (data_dir / "node.json").exists()
     presence.close()
@@ -81,7 +81,7 @@ def test_another_process_is_seen_and_a_killed_one_is_not(tmp_path: Path) -> None
     try:
         running = find_running(tmp_path)
         assert running is not None
-        assert (running.pid, running.http_port, running.version) == (process.pid, 7001, "9.9")
+        assert (running.pid, running.http_port) == (process.pid, 7001)
         with pytest.raises(InvalidSettings, match=f"pid {process.pid}"):
             DataDirLock.acquire(tmp_path)
     finally:
@@ -95,7 +95,7 @@ def test_another_process_is_seen_and_a_killed_one_is_not(tmp_path: Path) -> None
 
 def _record(pid: int) -> str:
     address = {"http_host": "127.0.0.1", "http_port": 7000}
-    return json.dumps({"pid": pid, **address, "started": 5.0, "version": "1.2"})
+    return json.dumps({"pid": pid, **address, "models_dirs": []})
 
 
 def test_the_address_of_a_dead_node_with_this_pid_is_not_believed(tmp_path: Path) -> None:
@@ -144,4 +144,4 @@ def test_a_disk_without_room_for_the_run_file_is_a_wrong_setting(
     with DataDirLock.acquire(tmp_path) as presence:
         monkeypatch.setattr("pathlib.Path.replace", full)
         with pytest.raises(InvalidSettings, match=r"--data-dir: .*: No space left on device"):
-            presence.announce("127.0.0.1", 1, version="1")
+            presence.announce("127.0.0.1", 1)

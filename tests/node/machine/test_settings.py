@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from exo_node.node.machine.client_settings import load_client_settings
+from exo_node.node.cli.client import client_settings
 from exo_node.node.machine.setting_values import is_loopback
 from exo_node.node.machine.settings import (
     SOURCES,
@@ -290,21 +290,21 @@ def test_variables_of_libraries_that_could_only_do_harm_are_forgotten_and_named(
     ],
 )
 def test_a_command_finds_its_node_by_the_most_specific_hint(
-    flags: dict[str, object], environ: dict[str, str], port: int | None
+    flags: dict[str, str], environ: dict[str, str], port: int | None
 ) -> None:
-    assert load_client_settings(flags, environ).port == port
+    assert client_settings(flags.get("port"), flags.get("data_dir"), environ).port == port
 
 
 def test_a_command_does_not_mind_settings_that_only_start_needs() -> None:
     environ = {"EXO_HOST": "0.0.0.0", "EXO_MEMORY_LIMIT": "lots"}
-    assert load_client_settings({}, environ).host == "0.0.0.0"
+    assert client_settings(None, None, environ).host == "0.0.0.0"
 
 
 def test_a_command_refuses_a_bad_key_without_showing_it() -> None:
     with pytest.raises(InvalidSettings, match="EXO_API_KEY: is no key") as caught:
-        _ = load_client_settings({}, {"EXO_API_KEY": "open sesame"})
+        _ = client_settings(None, None, {"EXO_API_KEY": "open sesame"})
     assert caught.value.param == "EXO_API_KEY" and "sesame" not in str(caught.value)
-    assert "sesame" not in repr(load_client_settings({}, {"EXO_API_KEY": "sesame"}))
+    assert "sesame" not in repr(client_settings(None, None, {"EXO_API_KEY": "sesame"}))
 
 
 @pytest.mark.parametrize(
