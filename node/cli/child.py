@@ -103,7 +103,7 @@ def run_child(module: str, request: str, environment: Mapping[str, str]) -> int:
     """The exit status of a child that prints its own output. Raises LoadFailed for a signal."""
     with child_process(module, request, environment) as child:
         status = child.wait()
-    return _ended(status)
+    return unless_killed(status)
 
 
 def read_child(
@@ -128,10 +128,11 @@ def read_child(
             f"it was not done after {limit_s:.0f} s and was ended; close other programs, or name a "
             "smaller model"
         )
-    return _ended(status), output
+    return unless_killed(status), output
 
 
-def _ended(status: int) -> int:
+def unless_killed(status: int) -> int:
+    """The exit status. Raises LoadFailed for a signal."""
     if status < 0:
         raise LoadFailed(
             f"the process that ran the model was ended by signal {-status}; if memory ran out, "

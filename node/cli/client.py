@@ -7,48 +7,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from ...placement.errors import ExoNodeError, InvalidSettings
+from ...placement.errors import InvalidSettings
 from ..machine.data_dir_lock import find_running, reachable
-from ..machine.log import escape_controls
 from ..trust.local_token import TOKEN_HEADER, read_token
+from .failures import EXIT_FAILED, CommandFailed
 from .times import TIMES
 
 if TYPE_CHECKING:
     import httpx2
 
-EXIT_FAILED: Final = 1
 EXIT_NO_NODE: Final = 69
 EXIT_TEMPORARY: Final = 75
 
 _TEMPORARY: Final = frozenset({429, 503})
 _TEMPORARY_CODES: Final = frozenset({"queue_full", "peer_lost", "load_failed"})
 _LASTING_CODES: Final = frozenset({"insufficient_memory"})  # 503, and waiting does not help
-
-
-def with_remedy(what: str, remedy: str | None) -> str:
-    """One sentence of both; `what` may end with a full stop."""
-    if not remedy:
-        return what
-    return f"{what if what.endswith('...') else what.removesuffix('.')}; {remedy}"
-
-
-class CallFailed(ExoNodeError):
-    """The node was not reached or answered with an error; `exit_code` is the command's."""
-
-    def __init__(
-        self,
-        what: str,
-        *,
-        exit_code: int = EXIT_FAILED,
-        code: str = "call_failed",
-        remedy: str | None = None,
-    ) -> None:
-        """`what` becomes one line without control characters: another process may have sent it."""
-        self.what = escape_controls(" ".join(what.split()))
-        super().__init__(with_remedy(self.what, remedy))
-        self.exit_code = exit_code
-        self.code = code
-        self.remedy = remedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +88,7 @@ def connect(port: str | None, data_dir: str | None) -> ApiEndpoint:
 def locate(settings: ClientSettings) -> ApiEndpoint:
     """The node at the given port, else the one that holds the data folder.
 
-    Raises CallFailed (exit 69) when none runs there, (exit 75) while it is still starting.
+    Raises CommandFailed (exit 69) when none runs there, (exit 75) while it is still starting.
     """
     token = read_token(settings.data_dir)
     if settings.port is not None:
@@ -124,7 +97,7 @@ def locate(settings: ClientSettings) -> ApiEndpoint:
     if running is None:
         raise no_node(f"no node runs with the data folder {settings.data_dir}")
     if running.http_host is None or running.http_port is None:
-        raise CallFailed(
+        raise CommandFailed(
             f"the node (pid {running.pid}) is still starting",
             exit_code=EXIT_TEMPORARY,
             code="node_starting",
@@ -134,19 +107,19 @@ def locate(settings: ClientSettings) -> ApiEndpoint:
 
 
 def find_node(settings: ClientSettings) -> ApiEndpoint | None:
-    """The node that `locate` finds, None where none runs. Raises CallFailed for one that starts."""
+    """The node that `locate` finds, None where none runs. Raises for one that starts."""
     try:
         return locate(settings)
-    except CallFailed as error:
+    except CommandFailed as error:
         if error.exit_code != EXIT_NO_NODE:
             raise
         return None
 
 
-def no_node(what: str) -> CallFailed:
+def no_node(what: str) -> CommandFailed:
     """The error of every command that needs a running node."""
     remedy = "start one with `exo-node start`"
-    return CallFailed(what, exit_code=EXIT_NO_NODE, code="no_node", remedy=remedy)
+    return CommandFailed(what, exit_code=EXIT_NO_NODE, code="no_node", remedy=remedy)
 
 
 def call(
@@ -156,7 +129,7 @@ def call(
     *,
     timeout_s: float | None = TIMES.reply_s,
 ) -> dict[str, Any]:
-    """GET `path`, or POST `body` to it; the JSON object of the response. Raises CallFailed."""
+    """GET `path`, or POST `body` to it; the JSON object of the response. Raises CommandFailed."""
     with _response(endpoint, path, body, timeout_s) as response:
         return _as_object(response.read(), endpoint)
 
@@ -168,7 +141,7 @@ def delete(endpoint: ApiEndpoint, path: str) -> None:
 
 
 def read_text(endpoint: ApiEndpoint, path: str, *, timeout_s: float = TIMES.reply_s) -> str:
-    """GET `path`; the text of the response. Raises CallFailed."""
+    """GET `path`; the text of the response. Raises CommandFailed."""
     with _response(endpoint, path, None, timeout_s) as response:
         return response.read().decode(errors="replace")
 
@@ -179,20 +152,20 @@ def stream(
     """POST `body` and yield the stream's objects and comments up to `[DONE]`.
 
     No time limit: a model may load for minutes, and loopback reports a dead node at once.
-    Raises CallFailed for an error event and for an end without `[DONE]`.
+    Raises CommandFailed for an error event and for an end without `[DONE]`.
     """
     with _response(endpoint, path, body, None) as response:
         for event in parse_sse(response.iter_text()):
             if event == "[DONE]":
                 return
             yield event if isinstance(event, Comment) else _as_event(event, endpoint)
-    raise CallFailed("the node ended the connection before the answer was complete")
+    raise CommandFailed("the node ended the connection before the answer was complete")
 
 
 def follow(endpoint: ApiEndpoint, path: str) -> Generator[dict[str, Any]]:
     """GET `path` and yield its events' objects until the node ends the stream; no time limit.
 
-    Raises CallFailed, also for an error event.
+    Raises CommandFailed, also for an error event.
     """
     with _response(endpoint, path, None, None) as response:
         for event in parse_sse(response.iter_text()):
@@ -233,7 +206,7 @@ def _response(
     timeout_s: float | None,
     method: str = "",
 ) -> "Generator[httpx2.Response]":
-    """The response, its body not read yet; `timeout_s` limits each read. Raises CallFailed."""
+    """The response, its body not read yet; `timeout_s` limits each read. Raises CommandFailed."""
     import httpx2
 
     client = httpx2.Client(
@@ -253,9 +226,9 @@ def _response(
     except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
         raise no_node(f"no node answers at {endpoint}") from error
     except httpx2.TimeoutException as error:
-        raise CallFailed(f"the node at {endpoint} did not answer in time") from error
+        raise CommandFailed(f"the node at {endpoint} did not answer in time") from error
     except httpx2.HTTPError as error:
-        raise CallFailed(
+        raise CommandFailed(
             f"the node at {endpoint} ended the connection before it had answered",
             remedy="it may be restarting: `exo-node status` shows when it is back",
         ) from error
@@ -279,7 +252,7 @@ def _as_event(text: str, endpoint: ApiEndpoint) -> dict[str, Any]:
 
 def _as_object(text: str | bytes, endpoint: ApiEndpoint) -> dict[str, Any]:
     if (value := _parse_object(text)) is None:
-        raise CallFailed(f"the server at {endpoint} does not answer like an exo-node")
+        raise CommandFailed(f"the server at {endpoint} does not answer like an exo-node")
     return value
 
 
@@ -291,15 +264,15 @@ def _parse_object(text: str | bytes) -> dict[str, Any] | None:
     return cast(dict[str, Any], value) if isinstance(value, dict) else None
 
 
-def _failure_of(response: "httpx2.Response", endpoint: ApiEndpoint) -> CallFailed:
+def _failure_of(response: "httpx2.Response", endpoint: ApiEndpoint) -> CommandFailed:
     body = _parse_object(response.read())
     if body is None or "error" not in body:
         status = f"{response.status_code} {response.reason_phrase}"
-        return CallFailed(f"the server at {endpoint} answered {status}")
+        return CommandFailed(f"the server at {endpoint} answered {status}")
     return _failure(body, response.status_code, response.headers.get("Retry-After"))
 
 
-def _failure(body: Mapping[str, Any], status: int | None, retry_after: str | None) -> CallFailed:
+def _failure(body: Mapping[str, Any], status: int | None, retry_after: str | None) -> CommandFailed:
     """The API's error object as an exception; `status` is None for an error within a stream."""
     match body["error"]:
         case {"message": str(message), **rest}:
@@ -313,7 +286,7 @@ def _failure(body: Mapping[str, Any], status: int | None, retry_after: str | Non
         remedy = "set EXO_API_KEY to the node's key, or to a token of it"
     elif temporary and retry_after and retry_after.isdecimal():
         remedy = f"try again in {retry_after} s"
-    return CallFailed(
+    return CommandFailed(
         message,
         exit_code=EXIT_TEMPORARY if temporary else EXIT_FAILED,
         code=code if isinstance(code, str) else "call_failed",

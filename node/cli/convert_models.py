@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from ...placement.errors import ExoNodeError
-from .child import child_process
+from .child import child_process, unless_killed
 from .flags import AsJson, DataDir, ModelsDir, argument, option
 from .get_models import ProgressLine
 from .models import fit_text, lines_text, models, sampling_lines, this_machine
@@ -259,15 +259,10 @@ def _child_result(module: str, request: dict[str, Any], *, as_json: bool) -> dic
         assert child.stdout is not None
         last_line = _pass_on(child.stderr) if child.stderr is not None else ""
         result = child.stdout.read()
-        _ = child.wait()
-    if child.returncode < 0:
-        raise ExoNodeError(
-            f"the conversion was ended by signal {-child.returncode}; if memory ran out, close "
-            "other programs"
-        )
-    if child.returncode and as_json:
+        status = unless_killed(child.wait())
+    if status and as_json:
         raise ExoNodeError(last_line.removeprefix("exo-node: ") or "the conversion failed")
-    if child.returncode:
+    if status:
         raise typer.Exit(1)  # the child has printed why
     return json.loads(result)
 

@@ -17,7 +17,8 @@ from ...placement.errors import ExoNodeError
 from ...shard.checkpoint.vision import LIGHT_WAY, has_extra
 from ..machine import local_network
 from ..machine.interfaces import own_interfaces
-from .client import ApiEndpoint, call, client_settings, connect, with_remedy
+from .client import ApiEndpoint, call, client_settings, connect
+from .failures import with_remedy
 from .flags import AsJson, DataDir, LocalPort
 from .join import not_asked_text
 from .output import Json, joined, print_json

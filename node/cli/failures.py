@@ -4,14 +4,13 @@ import errno
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Protocol, runtime_checkable
 
 import typer
 
 from ...placement.errors import ExoNodeError, InvalidSettings
 
-_EXIT_FAILED: Final = 1
+EXIT_FAILED: Final = 1
 _EXIT_USAGE: Final = 2
 _OF_THE_MACHINE: Final = {
     errno.ENOSPC: "make room on that disk",
@@ -44,50 +43,65 @@ class _WrongUse(Protocol):
     def format_message(self) -> str: ...
 
 
-@dataclass(frozen=True, slots=True)
-class CommandFailure:
+def with_remedy(what: str, remedy: str | None) -> str:
+    """One sentence of both; `what` may end with a full stop."""
+    if not remedy:
+        return what
+    return f"{what if what.endswith('...') else what.removesuffix('.')}; {remedy}"
+
+
+class CommandFailed(ExoNodeError):
     """Why a command failed, and its exit status."""
 
-    message: str
-    code: str
-    exit_code: int
-    remedy: str | None = None
+    def __init__(
+        self,
+        what: str,
+        *,
+        exit_code: int = EXIT_FAILED,
+        code: str = "call_failed",
+        remedy: str | None = None,
+    ) -> None:
+        """`what` becomes one line without control characters: another process may have sent it."""
+        from ..machine.log import escape_controls
+
+        self.what = escape_controls(" ".join(what.split()))
+        super().__init__(with_remedy(self.what, remedy))
+        self.exit_code = exit_code
+        self.code = code
+        self.remedy = remedy
 
     def sentence(self) -> str:
         """The line for a person."""
-        from .client import with_remedy
-
-        return as_flags(with_remedy(self.message, self.remedy), _ALL_FIELDS)
+        return as_flags(self.message, _ALL_FIELDS)
 
     def as_json(self) -> str:
         """The line for a program."""
         remedy = {} if self.remedy is None else {"remedy": self.remedy}
-        return json.dumps({"error": {"message": self.message, "code": self.code, **remedy}})
+        return json.dumps({"error": {"message": self.what, "code": self.code, **remedy}})
 
 
-def failure_of(error: Exception, *, as_json: bool) -> CommandFailure | None:
+def failure_of(error: Exception, *, as_json: bool) -> CommandFailed | None:
     """The failure that an error of the tree, a full disk or a missing permission is, or None.
 
     With `as_json` an error of the parser and a refused question are failures, too. An error without
     a code of its own has the code `failed`.
     """
-    from .client import CallFailed
-
     if as_json and isinstance(error, _WrongUse):
-        return CommandFailure(error.format_message(), "wrong_use", error.exit_code)
+        text = error.format_message()
+        return CommandFailed(text, code="wrong_use", exit_code=error.exit_code)
     match error:
-        case CallFailed():
-            return CommandFailure(error.what, error.code, error.exit_code, error.remedy)
+        case CommandFailed():
+            return error
         case InvalidSettings():
-            return CommandFailure(error.message, error.code, _EXIT_USAGE)
+            return CommandFailed(error.message, code=error.code, exit_code=_EXIT_USAGE)
         case ExoNodeError():
             code = "failed" if type(error) is ExoNodeError else error.code
-            return CommandFailure(error.message, code, _EXIT_FAILED)
+            return CommandFailed(error.message, code=code)
         case OSError() if remedy := _OF_THE_MACHINE.get(error.errno or 0):
             where = "" if error.filename is None else f" ({error.filename})"
-            return CommandFailure(f"{error.strerror}{where}", "failed", _EXIT_FAILED, remedy)
+            return CommandFailed(f"{error.strerror}{where}", code="failed", remedy=remedy)
         case typer.Abort() if as_json:
-            return CommandFailure("the question was not answered with yes", "aborted", _EXIT_FAILED)
+            return CommandFailed("the question was not answered with yes", code="aborted")
         case _:
             return None
 

@@ -19,8 +19,9 @@ from typer.core import TyperCommand
 from ...placement.errors import InvalidSettings
 from ..machine.private_files import replace_private
 from ..machine.setting_sources import environment
-from .client import ApiEndpoint, CallFailed, call, client_settings, locate
+from .client import ApiEndpoint, call, client_settings, locate
 from .coding_tools import KEY, TOOLS, CodingTool, Invocation, ServedModel, shell_lines
+from .failures import CommandFailed
 from .flags import DataDir, LocalPort, argument, models_on_disk, option
 from .load import load as load_model
 from .output import note
@@ -52,7 +53,7 @@ def choose(
 ) -> ModelChoice:
     """The named model, or else the loaded one, with room for what the tool needs. Loads nothing.
 
-    Raises InvalidSettings with what is missing and models that would do, and CallFailed.
+    Raises InvalidSettings with what is missing and models that would do, and CommandFailed.
     """
     if context is not None and context < tool.least_context:
         least = f"{tool.title} needs {_tokens(tool.least_context)}"
@@ -73,7 +74,7 @@ def choose(
 
 
 def load(endpoint: ApiEndpoint, choice: ModelChoice) -> ModelChoice:
-    """Loads the model unless it is loaded, and shows the progress. Raises CallFailed."""
+    """Loads the model unless it is loaded, and shows the progress. Raises CommandFailed."""
     if choice.request is None:
         return choice
     note(f"loading {choice.base}, with {_tokens(choice.context)} of context")
@@ -97,14 +98,14 @@ def _entry(entries: Sequence[Entry], tool: CodingTool, model: str | None) -> Ent
 def _planned(endpoint: ApiEndpoint, entry: Entry, context: int | None) -> ModelChoice:
     name = str(entry["id"])
     if fault := entry.get("error"):
-        raise CallFailed(f"{name} cannot be used: {fault}")
+        raise CommandFailed(f"{name} cannot be used: {fault}")
     base = str(entry.get("profile_of") or name)
     if entry.get("loaded") and _context(entry) >= (context or 0):
         return ModelChoice(name, base, _context(entry))
     options = {} if context is None else {"context": context}
     preview = call(endpoint, preview_path(base, options), timeout_s=TIMES.model_list_s)
     if refusal := preview.get("refusal"):
-        raise CallFailed(str(refusal))
+        raise CommandFailed(str(refusal))
     return ModelChoice(name, base, preview["best"]["context_length"], {"model": base, **options})
 
 
@@ -246,10 +247,10 @@ def launch_tool(
 
 
 def _executable(tool: CodingTool) -> str:
-    """The path of the tool. Raises CallFailed with the way to install it."""
+    """The path of the tool. Raises CommandFailed with the way to install it."""
     path = shutil.which(tool.command, path=environment().get("PATH"))
     if path is None:
-        raise CallFailed(
+        raise CommandFailed(
             f"{tool.title} is not installed: there is no {tool.command} in PATH",
             code="tool_missing",
             remedy=f"to install it: {tool.install}",
@@ -262,7 +263,7 @@ def _start(
 ) -> NoReturn:
     """Replaces this process with the tool, which so gets its terminal, signals and exit status.
 
-    Raises CallFailed where a file cannot be written or the tool cannot be started.
+    Raises CommandFailed where a file cannot be written or the tool cannot be started.
     """
     for path, text in invocation.files.items():
         _remove_old(path.parent)
@@ -274,7 +275,7 @@ def _start(
     try:
         os.execve(executable, words, _beside_proxies({**environment(), **invocation.environment}))
     except OSError as error:
-        raise CallFailed(f"{executable} cannot be started: {error.strerror}") from error
+        raise CommandFailed(f"{executable} cannot be started: {error.strerror}") from error
 
 
 def _remove_old(folder: Path) -> None:
@@ -296,7 +297,7 @@ def _write(path: Path, text: str) -> None:
     try:
         replace_private(path, text.encode())
     except OSError as error:
-        raise CallFailed(
+        raise CommandFailed(
             f"{path} cannot be written: {error.strerror}",
             remedy="--print shows what to set by hand",
         ) from error

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Final
 import typer
 
 from ...placement.options import parse_split
-from .client import ApiEndpoint, CallFailed, call, connect
+from .client import ApiEndpoint, call, connect
+from .failures import CommandFailed
 from .flags import AsJson, DataDir, LocalPort, Model, argument
 from .output import Json, StatusLine, note, print_json, text_of
 from .times import TIMES
@@ -53,7 +54,7 @@ def parse_count(text: str, param: str) -> int | str:
 
 
 def copies_of(endpoint: ApiEndpoint, placement: Json) -> list[dict[str, Any]]:
-    """All placements of that placement's model. Raises CallFailed."""
+    """All placements of that placement's model. Raises CommandFailed."""
     placements: list[dict[str, Any]] = call(endpoint, _PLACEMENTS).get("data", [])
     return [each for each in placements if each.get("model") == placement.get("model")]
 
@@ -107,7 +108,7 @@ def placement_body(model: str, options: Mapping[str, object]) -> dict[str, Any]:
 def load(endpoint: ApiEndpoint, body: Json) -> dict[str, Any]:
     """Loads `model` of a body with options, and shows the progress on a terminal.
 
-    Returns the placement. No time limit. Raises CallFailed.
+    Returns the placement. No time limit. Raises CommandFailed.
     """
     model = str(body["model"])
     try:
@@ -125,7 +126,7 @@ def _progress(endpoint: ApiEndpoint, model: str) -> Generator[None]:
 
     def watch() -> None:
         while not ended.wait(TIMES.load_look_s):
-            with suppress(CallFailed):  # the load itself reports what is wrong
+            with suppress(CommandFailed):  # the load itself reports what is wrong
                 for placement in call(endpoint, _PLACEMENTS).get("data", []):
                     if placement.get("model") == model and placement.get("progress"):
                         line.show(f"{model}: {placement['progress']}")

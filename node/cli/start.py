@@ -12,7 +12,8 @@ import typer
 
 from ...placement.errors import ExoNodeError, InvalidSettings
 from ..machine.data_dir_lock import Running, find_running
-from .client import ApiEndpoint, CallFailed, client_settings, no_node, read_text
+from .client import ApiEndpoint, client_settings, no_node, read_text
+from .failures import CommandFailed
 from .flags import AsJson, DataDir, Dtype, ModelsDir, option
 from .output import note, print_result
 from .times import TIMES
@@ -136,25 +137,14 @@ def start_node(
 
     It ends on Ctrl-C, SIGTERM or `exo-node stop`. A flag wins over its [VARIABLE].
     """
+    given = {name: value for name, value in locals().items() if value not in (None, False, [])}
+    _ = given.pop("environment_file", None)
     flags = {
-        "name": name,
-        "host": host,
-        "port": port,
-        "grpc_port": grpc_port,
-        "interface": interface,
-        "data_dir": data_dir,
-        "models_dirs": models_dir or None,
-        "peers": peer or None,
-        "cluster_key_file": cluster_key_file,
-        "mdns": False if no_mdns else None,
-        "memory_limit": memory_limit,
-        "dtype": dtype,
-        "offline": offline or None,
-        "auto_download": auto_download or None,
-        "log_format": log_format,
-        "log_file": log_file,
+        "models_dirs": given.pop("models_dir", None),
+        "peers": given.pop("peer", None),
+        "mdns": False if given.pop("no_mdns", False) else None,
     }
-    raise typer.Exit(_run(flags, environment_file))
+    raise typer.Exit(_run(flags | given, environment_file))
 
 
 def _run(flags: Mapping[str, object], environment_file: str | None) -> int:
@@ -240,6 +230,6 @@ def _is_alive(node: Running) -> bool:
     try:
         endpoint = ApiEndpoint(node.http_host, node.http_port)
         _ = read_text(endpoint, "/health/live", timeout_s=TIMES.health_s)
-    except CallFailed:
+    except CommandFailed:
         return False
     return True

@@ -9,7 +9,8 @@ import typer
 
 from ...placement.cluster import layer_range
 from . import output
-from .client import CallFailed, call, connect
+from .client import call, connect
+from .failures import CommandFailed
 from .flags import AsJson, DataDir, LocalPort
 from .load import held_options_text
 from .output import Json, caches_text, share, size, table, text_of, texts
@@ -61,7 +62,7 @@ def _again(text: Callable[[], str]) -> Iterator[str]:
         yield last
         try:
             last = text()
-        except CallFailed as error:
+        except CommandFailed as error:
             yield f"{last}\n\nTROUBLE  {error.what}; this is what was seen before"
 
 

@@ -198,7 +198,7 @@ def _servers(
     port: str | None,
     data_dir: str | None,
 ) -> "list[Server]":
-    """The servers under test, each with its model. Raises UnusableServer, CallFailed."""
+    """The servers under test, each with its model. Raises UnusableServer, CommandFailed."""
     from .arguments import fault, parse_pairs, parse_servers
     from .server import Server, choose_model
 

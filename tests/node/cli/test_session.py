@@ -18,7 +18,8 @@ from exo_node.node.api.http.bodies import validated
 from exo_node.node.api.openai.openai_schema import ChatBody
 from exo_node.node.cli import flags
 from exo_node.node.cli.chat import BOUNDS, HELP, ChatSession, EndSession, Json, run
-from exo_node.node.cli.client import CallFailed, Comment
+from exo_node.node.cli.client import Comment
+from exo_node.node.cli.failures import CommandFailed
 from exo_node.node.cli.main import COMMANDS, FIRST
 from exo_node.placement.errors import InvalidRequest
 
@@ -144,7 +145,7 @@ def test_a_failed_answer_ends_neither_the_session_nor_stays_as_a_lone_question(
 
     def ask(body: Mapping[str, Any]) -> Iterable[Json | Comment]:
         counts.append(len(body["messages"]))
-        raise CallFailed("the node is gone")
+        raise CommandFailed("the node is gone")
         yield {}
 
     run(ChatSession("demo"), Typed("one", "two"), ask)

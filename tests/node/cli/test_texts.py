@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from exo_node.node.cli.bench import profile_text
-from exo_node.node.cli.client import CallFailed
-from exo_node.node.cli.failures import CommandFailure
+from exo_node.node.cli.failures import CommandFailed
 from exo_node.node.cli.join import nodes_text, rekey_text
 from exo_node.node.cli.models import list_text, model_text, recommendation_text
 from exo_node.node.cli.output import joined, table
@@ -368,8 +367,8 @@ def test_a_profile_without_measurements(count: int) -> None:
 )
 def test_fields_of_the_api_are_flags_on_the_terminal(text: str, expected: str) -> None:
     assert expected in joined([text])
-    assert expected in CommandFailure(text, "x", 1).sentence()
-    error = json.loads(CommandFailure(text, "x", 1).as_json())["error"]
+    assert expected in CommandFailed(text).sentence()
+    error = json.loads(CommandFailed(text).as_json())["error"]
     assert error["message"] == text, "programs get the words of the API"
 
 
@@ -383,10 +382,9 @@ def test_fields_of_the_api_are_flags_on_the_terminal(text: str, expected: str) -
     ],
 )
 def test_a_remedy_follows_no_full_stop(message: str, remedy: str | None, sentence: str) -> None:
-    assert sentence in CommandFailure(message, "x", 1, remedy).sentence()
-    assert sentence in str(CallFailed(message, remedy=remedy))
+    assert sentence in CommandFailed(message, remedy=remedy).sentence()
 
 
 def test_an_error_of_an_answer_names_the_flags_of_the_question() -> None:
-    failure = CommandFailure("num_draft_tokens is 9; ask for 0 (off) to 3", "x", 1)
+    failure = CommandFailed("num_draft_tokens is 9; ask for 0 (off) to 3")
     assert failure.sentence() == "--num-draft-tokens is 9; ask for 0 (off) to 3"
