@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, cast, get_args
 
 from pydantic.json_schema import models_json_schema
 
-from exo_node.node.api.http.bodies import EmptyBody, StrictBody, TolerantBody
+from exo_node.node.api.http.bodies import EmptyBody, StrictBody, TolerantBody, marked_fields
 from exo_node.node.api.http.dialects import HEALTH_PATHS, wire_format
 from exo_node.node.api.http.long_bodies import JSON_TYPE
 from exo_node.node.api.http.routes import ApiRoute
@@ -154,8 +154,8 @@ def effects(body: type[StrictBody]) -> dict[str, Effect]:
     """The effect of every field that the body's schema names."""
     kinds: tuple[tuple[Effect, Iterable[str]], ...] = (
         ("honoured", body.model_fields),
-        ("no-op", body.without_effect),
-        ("ignored", body.ignored_fields),
+        ("no-op", marked_fields(body, "no-op")),
+        ("ignored", marked_fields(body, "ignored")),
         ("refused", body.refused_fields),
     )
     return {name: effect for effect, names in kinds for name in names}
@@ -289,14 +289,10 @@ def _object(**properties: Any) -> dict[str, Any]:
 
 
 def _mark_effects(body: type[StrictBody], schema: dict[str, Any]) -> None:
-    """Marks fields without effect, and adds refused ones with the values that they may have."""
+    """Adds refused fields with the values that they may have."""
     properties: dict[str, Any] = schema.setdefault("properties", {})
-    for name, effect in effects(body).items():
-        if effect == "refused":
-            values = [*body.refused_fields[name], None]
-            properties[name] = {"enum": values, "x-exo-node": "refused"}
-        elif effect != "honoured":
-            properties[name]["x-exo-node"] = effect
+    for name, neutral in body.refused_fields.items():
+        properties[name] = {"enum": [*neutral, None], "x-exo-node": "refused"}
     if issubclass(body, TolerantBody):
         schema["additionalProperties"] = True
 

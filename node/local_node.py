@@ -83,7 +83,6 @@ class LocalNode:
         return host, announced_addresses(host, setting is not None, interfaces)
 
     def note_ports(self, *, grpc: int | None = None, http: int | None = None) -> None:
-        """The real ports, once the node listens."""
         self.grpc_port = self.grpc_port if grpc is None else grpc
         self.http_port = self.http_port if http is None else http
 
@@ -131,7 +130,6 @@ class LocalNode:
             await asyncio.sleep(every_s)
 
     async def rescan(self) -> None:
-        """Scans this disk for models now."""
         models = await asyncio.to_thread(self.library.scan)
         self._models = await asyncio.to_thread(self._describe_models, list(models.values()))
         for model, fault in self.library.broken.items():

@@ -261,7 +261,6 @@ class ModelList:
         return {"id": model, "object": "model", "created": self._created}
 
     def _holders(self, model: ModelId, *, here: bool) -> list[str]:
-        """The names of the nodes that have the files."""
         return [
             member.facts.name
             for member in self._cluster.members()

@@ -105,7 +105,6 @@ class NodeApi:
         await self._models.close()
 
     async def close(self) -> None:
-        """Waits a while for answers in progress."""
         await self._models.close()
         await self._server.close()
         if self._responses is not None:

@@ -64,7 +64,6 @@ class NodeModels:
         self._pulls = Pulls(local.library, local.events, tick_s, self._download, local.rescan)
 
     async def close(self) -> None:
-        """Pauses all downloads."""
         await self._pulls.close()
 
     # ------------------------------------------------------------------------------ the hub

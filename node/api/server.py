@@ -29,7 +29,7 @@ from .http.dialects import fault_response
 from .http.errors import HttpFault, unnamed_fault
 from .http.guard import Access, Guard
 from .http.routes import ApiRoute
-from .http.session_api import SessionApi
+from .http.session_api import session_routes
 from .http.static_files import StaticFiles, static_routes
 from .messages.messages_api import MESSAGES, count_route
 from .ollama.embeddings_api import EMBEDDINGS, OLLAMA_EMBED, OLLAMA_EMBEDDINGS
@@ -38,7 +38,7 @@ from .ollama.ollama_files import OllamaFiles
 from .openai.completions_api import COMPLETIONS, TokenizerApi
 from .openai.openai_api import CHAT
 from .operations.events_api import EventsApi
-from .operations.join_api import JoinApi
+from .operations.join_api import join_routes
 from .operations.models_api import ModelFiles, ModelsApi
 from .operations.operations_api import Operations, OperationsApi
 from .responses.response_runs import ResponseRuns
@@ -140,8 +140,8 @@ def api_routes(
         *_file_routes(services.files, timing),
         *OperationsApi(services.operations).routes(),
         *(EventsApi(events, timing.events_keep_alive_s).routes() if events is not None else ()),
-        *(JoinApi(joining).routes() if joining is not None else ()),
-        *(SessionApi(token).routes() if token is not None else ()),
+        *(join_routes(joining) if joining is not None else ()),
+        *(session_routes(token) if token is not None else ()),
     ]
 
 

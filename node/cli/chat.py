@@ -175,7 +175,6 @@ class ChatSession:
     """The most drafts a round of each model that has a draft head."""
 
     def body(self) -> Json:
-        """The request for the next answer."""
         first = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*first, *self.messages]
         return _streamed({"model": self.model, "messages": messages, **self.options})

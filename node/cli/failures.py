@@ -71,11 +71,9 @@ class CommandFailed(ExoNodeError):
         self.remedy = remedy
 
     def sentence(self) -> str:
-        """The line for a person."""
         return as_flags(self.message, _ALL_FIELDS)
 
     def as_json(self) -> str:
-        """The line for a program."""
         remedy = {} if self.remedy is None else {"remedy": self.remedy}
         return json.dumps({"error": {"message": self.what, "code": self.code, **remedy}})
 

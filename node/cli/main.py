@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache, partial
-from importlib import import_module
+from types import ModuleType
 from typing import Annotated, Any, Final
 
 import typer
@@ -64,13 +64,6 @@ The help of `exo-node` shows it, so that it need not import the commands.
 COMMANDS: Final[Mapping[str, str]] = {
     name: sentence for group in GROUPS.values() for name, sentence in group.items()
 }
-_HOMES: Final[Mapping[str, Sequence[str]]] = {
-    "start": ("stop",),
-    "convert_models": ("models",),  # the last of the modules that add commands to this group
-    "load": ("replicas",),
-    "join": ("nodes", "approve", "deny", "key", "leave", "rekey", "dashboard"),
-}
-"""The modules of commands that are not called after their own."""
 FIRST: Final = "Begin with `exo-node start`, then, in another terminal, `exo-node chat`."
 SYNONYMS: Final[Mapping[str, Sequence[str]]] = {
     "serve": ("start",),
@@ -102,8 +95,7 @@ def load_command(name: str) -> Any:
     """Builds a command with its options."""
     if name != "launch":  # the coding tool that it starts gets all variables
         forget_variables_of_libraries()
-    home = next((home for home, names in _HOMES.items() if name in names), name)
-    target = getattr(import_module(f".{home}", __package__), name)
+    target = getattr(_module(name), name)
     if not isinstance(target, typer.Typer):
         function, target = target, typer.Typer(add_completion=False, rich_markup_mode=None)
         _ = target.command(name)(function)
@@ -128,6 +120,43 @@ def _usage(argument: Any, _: object) -> list[str]:
         return []
     name = argument.metavar or argument.name.upper()
     return [name if argument.required or name.startswith("[") else f"[{name}]"]
+
+
+def _module(name: str) -> ModuleType:
+    match name:
+        case "start" | "stop":
+            from . import start as module
+        case "chat":
+            from . import chat as module
+        case "launch":
+            from . import launch as module
+        case "status":
+            from . import status as module
+        case "models":  # the last of the modules that add commands to this group
+            from . import convert_models as module
+        case "token":
+            from . import token as module
+        case "cache":
+            from . import cache as module
+        case "plan":
+            from . import plan as module
+        case "replicas":
+            from . import load as module
+        case "events":
+            from . import events as module
+        case "service":
+            from . import service as module
+        case "doctor":
+            from . import doctor as module
+        case "report":
+            from . import report as module
+        case "verify":
+            from . import verify as module
+        case "bench":
+            from . import bench as module
+        case _:
+            from . import join as module
+    return module
 
 
 class _Commands(TyperGroup):

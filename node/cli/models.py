@@ -184,7 +184,6 @@ def list_text(entries: Sequence[Json], *, catalog: bool = False, width: int | No
 
 
 def model_text(entry: Json) -> str:
-    """A model in lines of name and value."""
     fit: Json = entry.get("fits") or {}
     card: Json = entry.get("card") or {}
     experts = card.get("num_experts")

@@ -73,7 +73,6 @@ def text_of(value: object) -> str:
 
 
 def texts(entry: Json, *fields: str) -> tuple[str, ...]:
-    """The texts of these fields."""
     return tuple(text_of(entry.get(field)) for field in fields)
 
 
@@ -112,7 +111,6 @@ def minute(at: int) -> str:
 
 
 def print_json(value: Json) -> None:
-    """Prints an object for a program to read."""
     print(json.dumps(value, indent=2))
 
 

@@ -39,7 +39,6 @@ def preview_path(model: str, options: Mapping[str, object]) -> str:
 
 
 def preview_text(preview: Json) -> str:
-    """The preview's JSON for a terminal."""
     best, runner_up = preview["best"], preview["runner_up"]
     bound = f"none can take less than {preview['bound_s'] * 1000:.3g} ms a token"
     if preview["proven"]:

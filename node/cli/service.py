@@ -211,9 +211,10 @@ def install(data_dir: DataDir = None, system: _System = False) -> None:
             else "`sudo exo-node service uninstall --system`"
         )
         raise ExoNodeError(f"nothing was installed: {manager.other} runs this node; {way} first")
-    if (looked := _run(manager.look)).fault:
+    _, fault = _run(manager.look)
+    if fault:
         command = " ".join(manager.look)
-        raise ExoNodeError(f"nothing was installed: `{command}`: {looked.fault}; {_NO_MANAGER}")
+        raise ExoNodeError(f"nothing was installed: `{command}`: {fault}; {_NO_MANAGER}")
     manager.file.parent.mkdir(parents=True, exist_ok=True)
     if manager.is_ended_late:
         _end(manager)
@@ -230,9 +231,9 @@ def status(as_json: AsJson = False, system: _System = False) -> None:
     """Say whether the service is installed and runs. Exit status 1 where it does not run."""
     manager = manager_of(sys.platform, system=system)
     installed = manager.file.exists()
-    state = _run(manager.state) if installed else _Ran("", "it is not installed")
-    why = manager.fault(state.output) if not state.fault else ""
-    runs = not state.fault and not why
+    output, fault = _run(manager.state) if installed else ("", "it is not installed")
+    why = "" if fault else manager.fault(output)
+    runs = not fault and not why
     if as_json:
         report = {"installed": installed, "running": runs, "file": str(manager.file)}
         print(json.dumps(report | ({"reason": why} if why else {})))
@@ -255,7 +256,7 @@ def uninstall(yes: Yes = False, system: _System = False) -> None:
         return
     if not yes:
         confirm("Stop the node and remove its service?")
-    fault = _run(manager.stop).fault
+    _, fault = _run(manager.stop)
     manager.file.unlink()
     failure = f"; stopping it failed: {fault}" if fault else ""
     note(*f"removed {manager.file}{failure}".splitlines())
@@ -263,10 +264,10 @@ def uninstall(yes: Yes = False, system: _System = False) -> None:
 
 def _end(manager: Manager) -> None:
     """Ends a service that is loaded, and waits until it is gone: answers may take minutes."""
-    if (fault := _run(manager.stop).fault) and "36:" not in fault:
+    if (fault := _run(manager.stop)[1]) and "36:" not in fault:
         return  # it was not loaded; 36 is "Operation now in progress"
     until = time.monotonic() + TIMES.service_stop_s
-    while not _run(manager.state).fault and time.monotonic() < until:
+    while not _run(manager.state)[1] and time.monotonic() < until:
         time.sleep(TIMES.service_look_s)
 
 
@@ -276,26 +277,18 @@ def _started(command: list[str], *, again: bool) -> str:
     `again`: launchd may answer "5: Input/output error" for a moment after a service has gone.
     """
     until = time.monotonic() + TIMES.service_settle_s
-    while (fault := _run(command).fault) and again and time.monotonic() < until:
+    while (fault := _run(command)[1]) and again and time.monotonic() < until:
         time.sleep(TIMES.service_look_s)
     return fault
 
 
 def _program() -> list[str]:
-    """The command that runs this installation's exo-node."""
     beside = Path(sys.executable).with_name("exo-node")
     return [str(beside)] if beside.exists() else [sys.executable, "-m", "exo_node.node.cli.main"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Ran:
-    """The output of a command; `fault` is empty if it succeeded."""
-
-    output: str
-    fault: str
-
-
-def _run(command: list[str]) -> _Ran:
+def _run(command: list[str]) -> tuple[str, str]:
+    """The output of a command, and its error, which is empty if it succeeded."""
     try:
         process = subprocess.run(
             command,
@@ -305,9 +298,9 @@ def _run(command: list[str]) -> _Ran:
             timeout=TIMES.service_start_s,
         )
     except (OSError, subprocess.TimeoutExpired) as fault:
-        return _Ran("", str(fault))
+        return "", str(fault)
     fault = process.stderr.strip() or f"exit {process.returncode}"
-    return _Ran(process.stdout, fault if process.returncode else "")
+    return process.stdout, fault if process.returncode else ""
 
 
 def _command_line(command: list[str]) -> str:

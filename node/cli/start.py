@@ -224,7 +224,6 @@ def _end(pid: int, folder: Path) -> None:
 
 
 def _is_alive(node: Running) -> bool:
-    """Whether its API answers."""
     if node.http_host is None or node.http_port is None:
         return False
     try:

@@ -86,7 +86,7 @@ class EventLog:
             level = logging.WARNING if kind in _WARNINGS else logging.INFO
             log.log(level, "%s", text)
         self._sequence += 1
-        event = self._event(self._sequence, kind, text, facts)
+        event = Event(self.name, self._sequence, self._clock(), kind, text, facts)
         self._events.append(event)
         for unread in list(self._listeners):
             if unread.qsize() < BACKLOG:
@@ -129,7 +129,6 @@ class EventLog:
             self._listeners.discard(unread)
 
     def close(self) -> None:
-        """Ends every subscription."""
         self._closed = True
         for unread in self._listeners:
             unread.put_nowait(None)
@@ -146,10 +145,7 @@ class EventLog:
                 is_own = name == self.name and number.isdecimal()
                 return self._position(int(number)) if is_own else 0
 
-    def _event(self, sequence: int, kind: Kind, text: str, facts: Mapping[str, Fact]) -> Event:
-        return Event(self.name, sequence, self._clock(), kind, text, facts)
-
     def _dropped(self, last: int) -> Event:
         """The event that ends a subscription, with the number from which the listener resumes."""
         text = f"{BACKLOG} events were left unread, so no more follow; ask again with the last id"
-        return self._event(last, "dropped", text, {})
+        return Event(self.name, last, self._clock(), "dropped", text, {})

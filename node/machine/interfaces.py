@@ -26,8 +26,6 @@ _INWARD: Final = ("docker", "br-", "veth", "virbr", "vmnet", "vboxnet", "awdl", 
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """One IPv4 address of a network interface."""
-
     name: str
     address: str
     up: bool = True

@@ -71,7 +71,6 @@ class LineLimit:
         self._left_out = 0
 
     def passes(self) -> bool:
-        """Whether one more line may be logged now."""
         if self._clock() - self._period_start >= self._period_s:
             self._period_start, self._passed = self._clock(), 0
         if self._passed >= self._lines:

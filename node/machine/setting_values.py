@@ -45,7 +45,6 @@ def as_name(value: str) -> str:
 
 
 def as_host(value: str) -> str:
-    """An IP address, brackets dropped, or a host name."""
     text = value.strip().removeprefix("[").removesuffix("]")
     if parse_address(text) is None and not _HOST_NAME.fullmatch(text):
         raise ValueError(f"{value!r} is no address; give an IP address such as 127.0.0.1")
@@ -61,7 +60,6 @@ def parse_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | 
 
 
 def as_interface(value: str) -> str:
-    """An IP address of one interface."""
     text = value.strip()
     address = parse_address(text)
     if address is None or address.is_unspecified or address.is_multicast:
@@ -81,7 +79,6 @@ def _whole(value: str | int, least: int, most: int, refusal: str) -> int:
 
 
 def as_port(value: str | int) -> int:
-    """0 (any free one) to 65535."""
     return _whole(value, 0, 65535, "is no port; give 1 to 65535, or 0 for a free one")
 
 
@@ -148,7 +145,6 @@ def as_path(value: str | Path) -> Path:
 
 
 def as_folder(value: str | Path) -> Path:
-    """A folder that exists."""
     path = as_path(value)
     if not path.is_dir():
         raise ValueError(f"{str(path)!r} is no folder; create it or give another")
@@ -162,7 +158,6 @@ def as_folders(value: str | Collection[str | Path]) -> tuple[Path, ...]:
 
 
 def as_file(value: str | Path) -> Path:
-    """A file that exists."""
     path = as_path(value)
     if not path.is_file():
         raise ValueError(f"{str(path)!r} is no file; create it or give another")
@@ -170,7 +165,6 @@ def as_file(value: str | Path) -> Path:
 
 
 def as_draft_tokens(value: str | int) -> int:
-    """A number of drafts a round, from 1 to MAX_K."""
     refusal = (
         f"is no number of drafts; give 1 to {MAX_K} drafts a round, or set "
         "EXO_NATIVE_MTP_ENABLED=0 for none"
@@ -189,7 +183,6 @@ def as_kv_bits(value: str | int) -> int:
 
 
 def as_seconds(value: str | int) -> int:
-    """Whole seconds, from 1 to a day."""
     return _whole(value, 1, MAX_SECONDS, f"is no time; give seconds, 1 to {MAX_SECONDS}")
 
 
@@ -218,7 +211,6 @@ def _bounded(seconds: float) -> float:
 
 
 def as_switch(value: str | bool) -> bool:
-    """1, true, yes, on or 0, false, no, off."""
     text = str(value).strip().lower()
     if text not in _TRUE | _FALSE:
         raise ValueError(f"{value!r} is neither on nor off; give 1 or 0")

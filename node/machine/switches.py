@@ -25,7 +25,6 @@ class Switches:
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        """The switches at the start of a node."""
         return cls({name: getattr(settings, name) for name in NAMES})
 
     def value(self, name: SwitchName) -> bool:
@@ -36,7 +35,6 @@ class Switches:
         return cast(KeepAwake, self._value("keep_awake"))
 
     def note_awake_refusal(self, why: str) -> None:
-        """The system does not let this machine be kept awake."""
         self._awake_refusal = why
 
     def _value(self, name: Name) -> Value:

@@ -33,7 +33,6 @@ class WakeWatch:
         self._clock = clock
 
     async def run(self) -> None:
-        """Runs until cancelled."""
         before = self._clock()
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)

@@ -281,7 +281,6 @@ class ResponseStore:
         await self._find(work, id)
 
     async def expire(self) -> None:
-        """Deletes what has become too old."""
         live, now = frozenset(self._live), self._clock()
         for tier in self._tiers:
             if await tier.database.exists():

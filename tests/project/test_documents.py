@@ -298,7 +298,7 @@ def test_a_page_names_every_field(page: str, heading: str, fields: Callable[[], 
 
 
 def test_a_code_in_the_api_pages_table_of_errors_has_its_status() -> None:
-    statuses = {kind.code: str(status) for kind, status in errors.STATUS.items()}
+    statuses = {kind.code: str(status) for kind, (status, *_) in errors.KINDS.items()}
     table = rows(text_of("docs/api.md"), "Errors")
     listed = {code: cells[0] for cells in table for code in spans(cells[1])}
     assert statuses.items() <= listed.items()

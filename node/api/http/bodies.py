@@ -10,11 +10,13 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Self, TypeVar, cast
+from functools import cache
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar, cast
 
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     PrivateAttr,
     ValidationError,
     ValidationInfo,
@@ -42,18 +44,19 @@ _logged: set[str] = set()
 _SUBJECT: Final = re.compile(r"^(Input|String|List) ")
 
 
+Value = TypeVar("Value")
+NoEffect = Annotated[Value | None, Field(json_schema_extra={"x-exo-node": "no-op"})]
+"""A field that is accepted and has no effect."""
+Ignored = Annotated[Value, Field(json_schema_extra={"x-exo-node": "ignored"})]
+"""A field that is dropped and named in the answer's header, if it asks for something."""
+
+
 class StrictBody(BaseModel):
     """The base of every body: no coercion, no unknown fields, no NaN."""
 
     model_config = ConfigDict(
         strict=True, frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True
     )
-
-    without_effect: ClassVar[frozenset[str]] = frozenset()
-    """Fields that are accepted and have no effect."""
-
-    ignored_fields: ClassVar[frozenset[str]] = frozenset()
-    """Fields that are dropped and named in the answer's header."""
 
     refused_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Fields that are refused, each with the values beside null that it may have."""
@@ -63,7 +66,9 @@ class StrictBody(BaseModel):
     @property
     def dropped(self) -> tuple[str, ...]:
         """Names of fields that it was given and cannot use; "" for the whole."""
-        return (*self._dropped, *(self.model_extra or ()))
+        values = ((name, getattr(self, name)) for name in marked_fields(type(self), "ignored"))
+        ignored = (name for name, value in values if value not in (None, False))
+        return (*self._dropped, *ignored, *(self.model_extra or ()))
 
     @field_validator("*", mode="before")
     @classmethod
@@ -75,6 +80,13 @@ class StrictBody(BaseModel):
     def known_fields(cls) -> list[str]:
         """Every name that is not refused as unknown."""
         return list(dict.fromkeys((*cls.model_fields, *cls.refused_fields)))
+
+
+@cache
+def marked_fields(body: type[StrictBody], effect: Literal["no-op", "ignored"]) -> tuple[str, ...]:
+    """The names of the body's fields that are `NoEffect` or `Ignored`."""
+    mark, fields = {"x-exo-node": effect}, body.model_fields.items()
+    return tuple(name for name, field in fields if field.json_schema_extra == mark)
 
 
 class EmptyBody(StrictBody):
@@ -124,7 +136,6 @@ class TolerantBody(StrictBody):
 
 
 Body = TypeVar("Body", bound=StrictBody)
-Value = TypeVar("Value")
 
 
 async def read_with(request: Request, read: Callable[[bytes], Value]) -> Value:

@@ -201,7 +201,6 @@ class LimitedConnection(H11Protocol):
         self.transport.abort()
 
     def _refuse(self, fault: HttpFault) -> None:
-        """Answers and closes."""
         self._reply(fault)
         self.transport.close()
 

@@ -27,40 +27,29 @@ from ....placement.errors import (
     ResponsesUnavailable,
 )
 
-STATUS: Mapping[type[ExoNodeError], int] = {
-    InvalidRequest: 400,
-    DigitsDiffer: 400,
-    ModelNotFound: 404,
-    PlacementNotFound: 404,
-    JoinRequestNotFound: 404,
-    ResponseNotFound: 404,
-    JoinRefused: 409,
-    RemovalRefused: 409,
-    PlacementSuperseded: 409,
-    QueueFull: 429,
-    InsufficientMemory: 503,
-    PeerLost: 503,
-    LoadFailed: 503,
-    InvalidCheckpoint: 503,
-    InvalidCard: 503,
-    DownloadFailed: 503,
-    ResponsesUnavailable: 503,
+_Kind = tuple[int, bool | None, int | None]
+KINDS: Mapping[type[ExoNodeError], _Kind] = {
+    InvalidRequest: (400, None, None),
+    DigitsDiffer: (400, None, None),
+    ModelNotFound: (404, None, None),
+    PlacementNotFound: (404, None, None),
+    JoinRequestNotFound: (404, None, None),
+    ResponseNotFound: (404, None, None),
+    JoinRefused: (409, False, 5),
+    RemovalRefused: (409, None, None),
+    PlacementSuperseded: (409, False, None),
+    QueueFull: (429, True, 1),
+    InsufficientMemory: (503, False, None),
+    PeerLost: (503, True, 2),
+    LoadFailed: (503, False, 30),
+    InvalidCheckpoint: (503, False, None),
+    InvalidCard: (503, False, None),
+    DownloadFailed: (503, False, 30),
+    ResponsesUnavailable: (503, False, 30),
 }
-
-# Seconds after which the same request may succeed (None: waiting does not help), and whether a
-# client should retry by itself (the openai package does from 500 up, unless the header says no).
-_RETRY_AFTER: Mapping[type[ExoNodeError], tuple[int | None, bool]] = {
-    QueueFull: (1, True),
-    PeerLost: (2, True),
-    InsufficientMemory: (None, False),
-    LoadFailed: (30, False),
-    InvalidCheckpoint: (None, False),
-    InvalidCard: (None, False),
-    DownloadFailed: (30, False),
-    ResponsesUnavailable: (30, False),
-    JoinRefused: (5, False),
-    PlacementSuperseded: (None, False),
-}
+"""The status; whether a client should retry by itself, None where all clients know (the openai
+package does from 500 up, unless the header says no); the seconds after which the same request may
+succeed, None where waiting does not help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +65,12 @@ class HttpFault:
 
 def fault_of(error: ExoNodeError) -> HttpFault:
     """The HTTP form of `error`; kinds that concern no client become a 500 with their code."""
-    for kind in type(error).__mro__:
-        if kind in STATUS:
-            headers = _retry_headers(kind)
-            return HttpFault(STATUS[kind], error.code, error.message, error.param, headers)
-    return HttpFault(500, error.code, error.message, error.param, (("x-should-retry", "false"),))
+    known = (KINDS[kind] for kind in type(error).__mro__ if kind in KINDS)
+    status, should_retry, seconds = next(known, (500, False, None))
+    headers = () if seconds is None else (("Retry-After", str(seconds)),)
+    if should_retry is not None:
+        headers += (("x-should-retry", str(should_retry).lower()),)
+    return HttpFault(status, error.code, error.message, error.param, headers)
 
 
 def internal_fault(request_id: str) -> HttpFault:
@@ -129,11 +119,3 @@ def _type_of(status: int) -> str:
     if status >= 500:
         return "server_error"
     return "rate_limit_error" if status == 429 else "invalid_request_error"
-
-
-def _retry_headers(kind: type[Any]) -> tuple[tuple[str, str], ...]:
-    if kind not in _RETRY_AFTER:
-        return ()
-    seconds, should_retry = _RETRY_AFTER[kind]
-    advice = ("x-should-retry", str(should_retry).lower())
-    return (advice,) if seconds is None else (("Retry-After", str(seconds)), advice)

@@ -264,8 +264,6 @@ def _keys(headers: Headers) -> Iterable[str]:
 
 
 class _GuardedRequest:
-    """One request and its answer."""
-
     def __init__(self, guard: Guard, scope: Scope, receive: Receive, send: Send) -> None:
         self._guard = guard
         self._scope = scope

@@ -18,20 +18,13 @@ class TicketBody(StrictBody):
     ticket: Annotated[str, Field(min_length=1, max_length=64)]
 
 
-class SessionApi:
-    """The endpoints over a `LocalToken`; the guard lets the first one through without a token."""
+def session_routes(token: LocalToken) -> list[ApiRoute]:
+    """The endpoints; the guard lets the first one through without a token."""
 
-    def __init__(self, token: LocalToken) -> None:
-        self._token = token
+    async def begin(_: Request, body: TicketBody) -> Mapping[str, str]:
+        return {"session": token.redeem(body.ticket)}
 
-    def routes(self) -> list[ApiRoute]:
-        return [
-            post_json(SESSION_PATH, self.begin, TicketBody),
-            post_json(TICKET_PATH, self.ticket),
-        ]
+    async def ticket(_request: Request, _: EmptyBody) -> Mapping[str, str]:
+        return {"ticket": token.ticket()}
 
-    async def begin(self, _: Request, body: TicketBody) -> Mapping[str, str]:
-        return {"session": self._token.redeem(body.ticket)}
-
-    async def ticket(self, _request: Request, _: EmptyBody) -> Mapping[str, str]:
-        return {"ticket": self._token.ticket()}
+    return [post_json(SESSION_PATH, begin, TicketBody), post_json(TICKET_PATH, ticket)]

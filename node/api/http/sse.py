@@ -28,7 +28,6 @@ def data(value: Any) -> bytes:
 
 
 def named_event(name: str, value: Any) -> bytes:
-    """One event with a name."""
     return b"event: " + name.encode() + b"\n" + data(value)
 
 

@@ -8,7 +8,7 @@ from pydantic import Field
 from ....placement.errors import InvalidRequest
 from ....proto.peer_pb2 import Grammar
 from ...chat.images import Content, latest_user_turn
-from ..http.bodies import TolerantBody
+from ..http.bodies import NoEffect, TolerantBody
 from ..shared.history import MAX_MESSAGES, NOTHING_TO_READ, History, HistoryBody, role_of
 from ..shared.message_parts import Part, PartList, Parts, content_for_template, thoughts_of
 from ..shared.sampling_schema import UINT32, AnswerBody, StopStrings, TopK
@@ -84,8 +84,6 @@ class OutputConfig(TolerantBody):
 class MessagesBody(AnswerBody, TolerantBody):
     """`max_tokens` may be missing: `count_tokens` has none, and the context has an end."""
 
-    without_effect: ClassVar[frozenset[str]] = frozenset(("metadata", "service_tier"))
-
     messages: Annotated[
         list[AnthropicMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
     ]
@@ -101,8 +99,8 @@ class MessagesBody(AnswerBody, TolerantBody):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     """The field's place in the beta of structured outputs."""
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
+    metadata: NoEffect[dict[str, Any]] = None
+    service_tier: NoEffect[str] = None
 
     def for_template(self, ignored: list[str]) -> list[dict[str, Any]]:
         """The messages for a chat template; what was dropped is appended to `ignored`."""

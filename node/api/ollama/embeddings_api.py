@@ -5,7 +5,7 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -13,8 +13,8 @@ from ....mtp.types import Sampling
 from ....placement.ids import ModelId, RequestId
 from ....proto import peer_pb2 as pb
 from ...chat.requests import Finished, GenerationRequest, Part, embeddings_of
-from ..http.bodies import StrictBody, TolerantBody, unknown_fields
-from ..http.dialects import OLLAMA, OPENAI, Dialect, Exchange, WholeAnswer, WireFormat
+from ..http.bodies import NoEffect, StrictBody, TolerantBody, unknown_fields
+from ..http.dialects import Dialect, Exchange, WholeAnswer
 from ..http.errors import HttpFault
 from ..http.keep_alive import KeepAlive
 from ..shared.inputs_schema import AnyInput, inputs_of, wrong
@@ -59,19 +59,15 @@ class EmbeddingsBody(StrictBody):
     encoding_format: Literal["float", "base64"] | None = None
     truncate: bool | None = None
     """Cuts an input that is longer than the model reads; else it is refused."""
-    user: str | None = None
+    user: NoEffect[str] = None
     background: bool | None = None
     keep_alive: KeepAlive = None
-
-    without_effect: ClassVar[frozenset[str]] = frozenset(("user",))
 
 
 class _OllamaBody(TolerantBody):
     model: OllamaName
-    options: OllamaOptions | None = None
+    options: NoEffect[OllamaOptions] = None
     keep_alive: KeepAlive = None
-
-    without_effect: ClassVar[frozenset[str]] = frozenset(("options",))
 
 
 class OllamaEmbedBody(_OllamaBody):
@@ -123,7 +119,7 @@ def _parse(body: EmbeddingsBody, request_id: RequestId) -> Exchange:
             "usage": {"prompt_tokens": count, "total_tokens": count},
         }
 
-    return Exchange(request, [_EmbeddingRenderer(render, OPENAI)], stream=False)
+    return Exchange(request, [_EmbeddingRenderer(render)], stream=False)
 
 
 def _parse_embed(body: OllamaEmbedBody, request_id: RequestId) -> Exchange:
@@ -151,8 +147,8 @@ def _parse_embeddings(body: OllamaEmbeddingsBody, request_id: RequestId) -> Exch
 
 
 def _ollama_exchange(body: _OllamaBody, request: GenerationRequest, render: Render) -> Exchange:
-    renderer = _EmbeddingRenderer(render, OLLAMA)
-    return Exchange(request, [renderer], stream=False, ignored=unknown_fields(body))
+    ignored = unknown_fields(body)
+    return Exchange(request, [_EmbeddingRenderer(render)], stream=False, ignored=ignored)
 
 
 def _numbers(vector: bytes) -> list[float]:
@@ -169,7 +165,6 @@ class _EmbeddingRenderer:
     """Renders embeddings, which are never streamed."""
 
     render_whole: Render
-    wire: WireFormat
 
     def whole(self, answer: WholeAnswer, end: Finished) -> dict[str, Any]:
         return self.render_whole(answer, end)
@@ -181,7 +176,7 @@ class _EmbeddingRenderer:
         return b""
 
     def fault(self, fault: HttpFault) -> bytes:
-        return self.wire.frame(fault)
+        return b""
 
 
 EMBEDDINGS: Final = Dialect("/v1/embeddings", EmbeddingsBody, _parse)

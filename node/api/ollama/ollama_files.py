@@ -3,13 +3,13 @@
 import hashlib
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, ClassVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ....placement.errors import DownloadFailed, ExoNodeError
-from ..http.bodies import TolerantBody, ignored_header, read_body, unknown_fields
+from ..http.bodies import NoEffect, TolerantBody, ignored_header, read_body, unknown_fields
 from ..http.dialects import NDJSON, OLLAMA, OLLAMA_FILES
 from ..http.errors import fault_of
 from ..http.long_bodies import json_response
@@ -24,9 +24,7 @@ class OllamaPullBody(NamingBody):
     """`model` is `owner/name` on the Hugging Face hub, as `hf.co/owner/name` too."""
 
     stream: bool | None = None
-    insecure: bool | None = None
-
-    without_effect: ClassVar[frozenset[str]] = frozenset(("insecure",))
+    insecure: NoEffect[bool] = None
 
 
 class OllamaCopyBody(TolerantBody):

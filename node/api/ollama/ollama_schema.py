@@ -1,6 +1,6 @@
 """The bodies of Ollama's API, and their parts in the form of the node's own request."""
 
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -8,7 +8,7 @@ from ....mtp.types import Sampling
 from ....placement.errors import InvalidRequest, UnsupportedParameter
 from ....proto.peer_pb2 import Grammar
 from ...chat.images import content_of
-from ..http.bodies import TolerantBody
+from ..http.bodies import NoEffect, TolerantBody
 from ..http.keep_alive import KeepAlive
 from ..shared.chat_message import ChatMessage
 from ..shared.history import MAX_MESSAGES
@@ -57,11 +57,9 @@ class OllamaOptions(TolerantBody):
 
     @property
     def token_limit(self) -> int | None:
-        """The most tokens of the answer, or None up to the end of the context."""
         return min((n for n in (self.num_predict, self.num_ctx) if n and n > 0), default=None)
 
     def sampling(self) -> tuple[Sampling, frozenset[str]]:
-        """The sampling and the names of its explicit fields."""
         fields = explicit_values(self, ("temperature", "top_p", "top_k", "min_p"))
         if self.seed is not None and self.seed > 0:  # to Ollama, 0 and -1 are no seed
             fields["seed"] = self.seed
@@ -152,6 +150,4 @@ class NamingBody(TolerantBody):
 
 
 class ShowBody(NamingBody):
-    verbose: bool | None = None
-
-    without_effect: ClassVar[frozenset[str]] = frozenset(("verbose",))
+    verbose: NoEffect[bool] = None

@@ -21,6 +21,7 @@ from ...chat.requests import (
     TextDelta,
     TokenLogprob,
 )
+from ..http.bodies import unknown_fields
 from ..http.dialects import OPENAI, Dialect, Exchange, WholeAnswer
 from ..http.errors import HttpFault
 from ..http.routes import ApiRoute, post_json
@@ -164,7 +165,7 @@ def bare_request(
 def _parse(body: CompletionBody, request_id: RequestId) -> Exchange:
     requests = [_request(body, request_id, number) for number in range(len(body.prompt))]
     renderers = renderers_of(body, request_id)
-    return Exchange(requests[0], renderers, bool(body.stream), body.ignored, requests[1:])
+    return Exchange(requests[0], renderers, bool(body.stream), unknown_fields(body), requests[1:])
 
 
 def _request(body: CompletionBody, request_id: RequestId, number: int) -> GenerationRequest:

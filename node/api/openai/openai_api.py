@@ -15,6 +15,7 @@ from ...chat.requests import (
     TextDelta,
     TokenLogprob,
 )
+from ..http.bodies import unknown_fields
 from ..http.dialects import OPENAI, Dialect, Exchange, WholeAnswer
 from ..http.errors import HttpFault
 from ..http.sse import data
@@ -22,6 +23,7 @@ from ..shared.chat_message import messages_for_template
 from ..shared.choices import ChoiceStream
 from ..shared.history import History
 from ..shared.sampling_schema import generation
+from ..shared.structured_schema import one_grammar
 from .completion_logprobs import finite
 from .openai_schema import ChatBody
 
@@ -31,7 +33,8 @@ CALLS_OF_CHOICE: Final = 32
 
 
 def _parse(body: ChatBody, request_id: RequestId) -> Exchange:
-    history = History(body.ignored)
+    history = History(unknown_fields(body))
+    grammar = one_grammar(body.required_call, body.form, history.ignored)
     request = generation(
         body,
         request_id,
@@ -40,7 +43,7 @@ def _parse(body: ChatBody, request_id: RequestId) -> Exchange:
         output=pb.Output(
             top_logprobs=body.num_logprobs,
             call_parts=bool(body.stream),
-            grammar=body.required_call or body.form,
+            grammar=grammar,
         ),
         tools=body.callable_tools,
     )

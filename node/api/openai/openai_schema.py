@@ -1,6 +1,6 @@
 """The body of an OpenAI chat request: each field is honoured, a documented no-op, or refused.
 
-Honoured: the fields of `ChatBody`. Without effect: its `without_effect`, and the fields of
+Honoured: the fields of `ChatBody`. Without effect: those of them marked so, and the fields of
 `NEUTRAL` at a value that asks for nothing. null counts as not given, as OpenAI's clients send it,
 and so does -1 in fields where clients of llama.cpp and LM Studio send it for that. Everything else
 is refused by name.
@@ -12,8 +12,7 @@ from typing import Annotated, Any, ClassVar, Final, Self
 from pydantic import Field, field_validator, model_validator
 
 from ....proto.peer_pb2 import Grammar
-from ...chat.requests import calls_of
-from ..http.bodies import StrictBody, unknown_fields, unsupported
+from ..http.bodies import Ignored, NoEffect, StrictBody, unsupported
 from ..http.keep_alive import KeepAlive
 from ..http.strict_json import encode
 from ..shared.chat_message import ChatMessage
@@ -21,9 +20,8 @@ from ..shared.choices import MAX_CHOICES
 from ..shared.history import MAX_MESSAGES
 from ..shared.inputs_schema import wrong
 from ..shared.sampling_schema import MaxTokens, SamplingBody
-from ..shared.structured_schema import one_grammar
 from ..shared.thinking_schema import ThinkingFields
-from ..shared.tool_schema import MAX_TOOLS, NO_CHOICE, Tool, ToolChoice
+from ..shared.tool_schema import MAX_TOOLS, NO_CHOICE, Tool, ToolChoice, required_call
 
 # Fields that this node does not implement, and the values that ask for nothing.
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -47,19 +45,6 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "web_search_options": (),
 }
 
-OF_OTHER_SERVERS: Final = (
-    "include_reasoning",
-    "num_ctx",
-    "options",
-    "plugins",
-    "provider",
-    "route",
-    "transforms",
-    "usage",
-)
-"""Fields of Ollama's and OpenRouter's own that their clients send to any server. They are dropped
-and named; an unknown field is refused, because it may be a misspelt one."""
-
 
 def _is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
     """Whether the value asks for nothing. To Python True equals 1, to a JSON client it does not."""
@@ -75,13 +60,8 @@ class StreamOptions(StrictBody):
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-    continuous_usage_stats: bool | None = None
+    continuous_usage_stats: Ignored[bool | None] = None
     """vLLM's: usage in every chunk. It comes at the end only."""
-
-    @property
-    def ignored(self) -> list[str]:
-        """The names of fields that ask for something and have no effect."""
-        return ["stream_options.continuous_usage_stats"] if self.continuous_usage_stats else []
 
     @field_validator("include_obfuscation")
     @classmethod
@@ -95,16 +75,15 @@ class OpenAiBody(SamplingBody):
     """The common fields of chat completions and completions; bounds are OpenAI's, mlx-lm's or the
     wire's. `best_of` may ask for no more answers than `n` returns."""
 
-    without_effect: ClassVar[frozenset[str]] = frozenset(("user", "metadata", "cache_prompt"))
     refused_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
 
     n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
     best_of: int | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    cache_prompt: bool | None = None
+    user: NoEffect[str] = None
+    metadata: NoEffect[dict[str, str]] = None
+    cache_prompt: NoEffect[bool] = None
     keep_alive: KeepAlive = None
 
     @model_validator(mode="before")
@@ -134,24 +113,8 @@ class OpenAiBody(SamplingBody):
         """Whether a stream's statistics have a chunk of their own."""
         return self.stream_options is not None and self.stream_options.include_usage is True
 
-    @property
-    def ignored(self) -> list[str]:
-        """The names of the request's fields and parts that have no effect."""
-        return self.stream_options.ignored if self.stream_options else []
-
 
 class ChatBody(ThinkingFields, OpenAiBody):
-    without_effect: ClassVar[frozenset[str]] = OpenAiBody.without_effect | {
-        "store",
-        "prompt_cache_key",
-        "promptCacheKey",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "verbosity",
-    }
-    """Hints that change no answer, or that this node follows anyway: it caches every prompt."""
-    ignored_fields: ClassVar[frozenset[str]] = frozenset(OF_OTHER_SERVERS)
-
     messages: Annotated[
         list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
     ]
@@ -161,23 +124,27 @@ class ChatBody(ThinkingFields, OpenAiBody):
     tools: Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)] = None
     tool_choice: ToolChoice = None
 
-    store: bool | None = None
-    prompt_cache_key: str | None = None
-    promptCacheKey: str | None = None
-    """The name that opencode's `setCacheKey` sends."""
-    prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
-    verbosity: str | None = None
     parallel_tool_calls: bool | None = None
 
-    include_reasoning: Any = None
-    num_ctx: Any = None
-    options: Any = None
-    plugins: Any = None
-    provider: Any = None
-    route: Any = None
-    transforms: Any = None
-    usage: Any = None
+    # Hints that change no answer, or that this node follows anyway: it caches every prompt.
+    store: NoEffect[bool] = None
+    prompt_cache_key: NoEffect[str] = None
+    promptCacheKey: NoEffect[str] = None
+    """The name that opencode's `setCacheKey` sends."""
+    prompt_cache_retention: NoEffect[str] = None
+    safety_identifier: NoEffect[str] = None
+    verbosity: NoEffect[str] = None
+
+    # Ollama's and OpenRouter's own, which their clients send to any server. An unknown field is
+    # refused, because it may be a misspelt one.
+    include_reasoning: Ignored[Any] = None
+    num_ctx: Ignored[Any] = None
+    options: Ignored[Any] = None
+    plugins: Ignored[Any] = None
+    provider: Ignored[Any] = None
+    route: Ignored[Any] = None
+    transforms: Ignored[Any] = None
+    usage: Ignored[Any] = None
 
     @model_validator(mode="after")
     def _asks_for_logprobs_at_all(self) -> "ChatBody":
@@ -187,25 +154,20 @@ class ChatBody(ThinkingFields, OpenAiBody):
         return self
 
     @model_validator(mode="after")
-    def _can_call(self) -> "ChatBody":
-        """Refuses a request that insists on a call which is not possible."""
-        choice = self.tool_choice
-        if choice is not None and choice.hosted:
+    def _has_no_hosted_tool(self) -> "ChatBody":
+        if self.tool_choice is not None and self.tool_choice.hosted:
             raise wrong("tool_choice", NO_CHOICE)
-        if choice is None or not choice.insists:
-            return self
-        names = [tool["function"]["name"] for tool in self.callable_tools]
-        if not names or (choice.named is not None and choice.named.name not in names):
-            raise wrong("tool_choice", "insists on a tool that 'tools' lacks")
         return self
 
     @property
     def required_call(self) -> Grammar | None:
+        """The call that the model must make. Raises InvalidRequest if `tools` lack it."""
         choice = self.tool_choice
         if choice is None or not choice.insists:
             return None
-        names = None if choice.named is None else [choice.named.name]
-        return calls_of(names, parallel=self.parallel_tool_calls is not False)
+        name = None if choice.named is None else choice.named.name
+        parallel = self.parallel_tool_calls is not False
+        return required_call(name, self.callable_tools, parallel=parallel)
 
     @property
     def token_limit(self) -> int | None:
@@ -222,10 +184,3 @@ class ChatBody(ThinkingFields, OpenAiBody):
         tools, choice = [tool.function for tool in self.tools or ()], self.tool_choice
         may_call = [tool for tool in tools if choice is None or choice.allows(tool.name)]
         return tuple(tool.for_template() for tool in may_call)
-
-    @property
-    def ignored(self) -> list[str]:
-        dropped = [name for name in OF_OTHER_SERVERS if getattr(self, name) is not None]
-        dropped += unknown_fields(self) + super().ignored
-        _ = one_grammar(self.required_call, self.form, dropped)
-        return dropped

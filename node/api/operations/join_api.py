@@ -1,7 +1,6 @@
 """The part of the HTTP API for joining; every node answers it itself, it is not forwarded."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 from pydantic import Field
 from starlette.requests import Request
@@ -9,7 +8,7 @@ from starlette.responses import Response
 
 from ....placement.errors import InvalidRequest
 from ...machine.setting_values import is_loopback
-from ..http.bodies import EmptyBody, StrictBody, read_body
+from ..http.bodies import StrictBody, read_body
 from ..http.long_bodies import json_response
 from ..http.routes import ApiRoute, post_json
 
@@ -36,34 +35,13 @@ class RekeyBody(StrictBody):
     drop_absent: bool = False
 
 
-class JoinApi:
+def join_routes(joining: "JoinOperations") -> list[ApiRoute]:
     """The endpoints over a `JoinOperations`."""
 
-    def __init__(self, joining: "JoinOperations") -> None:
-        self._joining = joining
+    async def requests(request: Request) -> Response:
+        return json_response(joining.requests(trusted=request.state.trusted))
 
-    def routes(self) -> list[ApiRoute]:
-        requests = f"{JOIN_PREFIX}/requests"
-        return [
-            ApiRoute("GET", requests, self.requests),
-            post_json(f"{requests}/{{id}}/approve", self.approve, ApproveBody),
-            post_json(f"{requests}/{{id}}/deny", self.deny),
-            ApiRoute("POST", f"{JOIN_PREFIX}/key", self.take_key, body=KeyBody),
-            post_json(f"{JOIN_PREFIX}/rekey", self.rekey, RekeyBody),
-            post_json(f"{JOIN_PREFIX}/leave", self.leave),
-            post_json(f"{JOIN_PREFIX}/again", self.ask_again),
-        ]
-
-    async def requests(self, request: Request) -> Response:
-        return json_response(self._joining.requests(trusted=request.state.trusted))
-
-    async def approve(self, request: Request, body: ApproveBody) -> Mapping[str, Any]:
-        return await self._joining.approve(request.path_params["id"], body.code)
-
-    async def deny(self, request: Request, _: EmptyBody) -> Mapping[str, Any]:
-        return await self._joining.deny(request.path_params["id"])
-
-    async def take_key(self, request: Request) -> Response:
+    async def take_key(request: Request) -> Response:
         """Accepts the key over loopback only, since this HTTP is not encrypted.
 
         The client's address is checked before the body.
@@ -74,13 +52,25 @@ class JoinApi:
                 param="key",
             )
         body = await read_body(request, KeyBody)
-        return json_response(await self._joining.take_key(body.key))
+        return json_response(await joining.take_key(body.key))
 
-    async def ask_again(self, _request: Request, _: EmptyBody) -> Mapping[str, Any]:
-        return await self._joining.ask_again()
-
-    async def leave(self, _request: Request, _: EmptyBody) -> Mapping[str, Any]:
-        return await self._joining.leave()
-
-    async def rekey(self, _: Request, body: RekeyBody) -> Mapping[str, Any]:
-        return await self._joining.rekey(body.without, drop_absent=body.drop_absent)
+    path = f"{JOIN_PREFIX}/requests"
+    return [
+        ApiRoute("GET", path, requests),
+        post_json(
+            f"{path}/{{id}}/approve",
+            lambda request, body: joining.approve(request.path_params["id"], body.code),
+            ApproveBody,
+        ),
+        post_json(
+            f"{path}/{{id}}/deny", lambda request, _: joining.deny(request.path_params["id"])
+        ),
+        ApiRoute("POST", f"{JOIN_PREFIX}/key", take_key, body=KeyBody),
+        post_json(
+            f"{JOIN_PREFIX}/rekey",
+            lambda _, body: joining.rekey(body.without, drop_absent=body.drop_absent),
+            RekeyBody,
+        ),
+        post_json(f"{JOIN_PREFIX}/leave", lambda _request, _: joining.leave()),
+        post_json(f"{JOIN_PREFIX}/again", lambda _request, _: joining.ask_again()),
+    ]

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from ....placement.errors import InvalidRequest, ModelNotFound
 from ...machine.awake import KeepAwake
 from ...machine.switches import NAMES, Name, Value
-from ..http.bodies import EmptyBody, StrictBody
+from ..http.bodies import StrictBody
 from ..http.dialects import HEALTH_PATHS
 from ..http.long_bodies import json_response
 from ..http.routes import ApiRoute, get_json, post_json, profiles_of
@@ -42,9 +42,7 @@ class Operations(Protocol):
         """`{"object": "list", "data": …}` of the models on disk; each entry has an `id`."""
         ...
 
-    async def catalogue(self) -> Json:
-        """Same for all models with a card, on disk or not."""
-        ...
+    async def catalogue(self) -> Json: ...
 
     async def no_model(self, model: str) -> ModelNotFound:
         """The error for a name that is not among `models`: the same as a chat's."""
@@ -56,13 +54,9 @@ class Operations(Protocol):
         """Whether this node and the others reach each other; asks them, which takes seconds."""
         ...
 
-    async def profile(self) -> Json:
-        """The measured speeds of nodes and of the links between them."""
-        ...
+    async def profile(self) -> Json: ...
 
-    async def measure_cluster(self) -> Json:
-        """Measures every link again. Returns the profile."""
-        ...
+    async def measure_cluster(self) -> Json: ...
 
     async def placements(self) -> Json: ...
 
@@ -89,9 +83,7 @@ class Operations(Protocol):
 
     async def version(self) -> Json: ...
 
-    async def mtp_stats(self) -> Json:
-        """Totals per model since the node started."""
-        ...
+    async def mtp_stats(self) -> Json: ...
 
     async def metrics(self) -> tuple[bytes, str]:
         """The metrics in Prometheus' text format, and their content type."""
@@ -132,9 +124,9 @@ class OperationsApi:
             get_json("/v1/cluster", operations.cluster),
             get_json(REACH_PATH, operations.reach),
             get_json(PROFILE_PATH, operations.profile),
-            post_json(PROFILE_PATH, self.measure_cluster),
+            post_json(PROFILE_PATH, lambda _request, _: operations.measure_cluster()),
             get_json("/v1/placements", operations.placements),
-            post_json("/v1/placements", self.place, PlacementBody),
+            post_json("/v1/placements", lambda _, body: operations.place(body), PlacementBody),
             ApiRoute("GET", "/v1/placements/preview", self.preview, query=_PLAN_QUERY),
             ApiRoute("DELETE", "/v1/placements/{id}", self.unplace),
             get_json("/v1/settings", operations.settings),
@@ -186,15 +178,9 @@ class OperationsApi:
                 return json_response(model_entry(entry, request.headers))
         raise await self._operations.no_model(model)
 
-    async def measure_cluster(self, _request: Request, _: EmptyBody) -> Json:
-        return await self._operations.measure_cluster()
-
     async def preview(self, request: Request) -> Response:
         plan = parse_query(request.query_params.multi_items())
         return json_response(await self._operations.preview(plan))
-
-    async def place(self, _: Request, body: PlacementBody) -> Json:
-        return await self._operations.place(body)
 
     async def unplace(self, request: Request) -> Response:
         placement: str = request.path_params["id"]

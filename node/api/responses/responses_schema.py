@@ -8,7 +8,7 @@ from pydantic import Field
 from ....placement.errors import InvalidRequest, UnsupportedParameter
 from ....proto.peer_pb2 import Grammar
 from ...chat.images import Content, latest_user_turn
-from ..http.bodies import TolerantBody
+from ..http.bodies import NoEffect, TolerantBody
 from ..shared.history import History, HistoryBody, role_of
 from ..shared.message_parts import Parts, content_for_template, plain_text
 from ..shared.sampling_schema import UINT32, AnswerBody
@@ -68,7 +68,6 @@ class InputItem(HistoryBody):
 
     @property
     def kind(self) -> str:
-        """The type, or the one that its fields imply."""
         return self.kind_of(self.type, _KINDS)
 
     @property
@@ -96,15 +95,6 @@ class TextOptions(TolerantBody):
 
 
 class ResponsesBody(AnswerBody, TolerantBody):
-    without_effect: ClassVar[frozenset[str]] = frozenset(
-        (
-            "include",
-            "prompt_cache_key",
-            "safety_identifier",
-            "truncation",
-            "user",
-        )
-    )
     refused_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = dict.fromkeys(_UNSUPPORTED, ())
 
     input: str | Annotated[list[InputItem], Field(fail_fast=True)]
@@ -122,13 +112,13 @@ class ResponsesBody(AnswerBody, TolerantBody):
     prompt: Any = None
     background: bool | None = None
     store: bool | None = None
-    include: list[str] | None = None
+    include: NoEffect[list[str]] = None
     metadata: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
+    prompt_cache_key: NoEffect[str] = None
+    safety_identifier: NoEffect[str] = None
     service_tier: str | None = None
-    truncation: Literal["disabled", "auto"] | None = None
-    user: str | None = None
+    truncation: NoEffect[Literal["disabled", "auto"]] = None
+    user: NoEffect[str] = None
 
     def check(self) -> None:
         """Checks what the schema cannot see. Raises InvalidRequest."""
@@ -156,7 +146,6 @@ class ResponsesBody(AnswerBody, TolerantBody):
         return required_call(name, may_call, parallel=parallel, loaded=tools.loaded)
 
     def callable_functions(self, tools: ToolSet) -> tuple[dict[str, Any], ...]:
-        """The functions that the model may call, for a chat template."""
         choice = self.tool_choice
         if choice is None:
             return tools.functions
@@ -195,13 +184,11 @@ class ResponsesBody(AnswerBody, TolerantBody):
         return {n: item.id or "" for n, item in enumerate(self.items) if item.is_reference}
 
     def with_items(self, items: Mapping[int, InputItem]) -> "ResponsesBody":
-        """The body with these items in their places."""
         whole = [items.get(number, item) for number, item in enumerate(self.items)]
         return self.model_copy(update={"input": whole})
 
     @property
     def items(self) -> Sequence[InputItem]:
-        """The input as items."""
         if isinstance(self.input, str):
             return (InputItem(role="user", content=self.input),)
         return self.input

@@ -66,7 +66,6 @@ class Answering:
         self._clock = clock
 
     def route(self, dialect: Dialect[Body]) -> ApiRoute:
-        """The endpoint of a dialect."""
 
         async def answer(request: Request) -> Response:
             return await self.respond(request, await read(request, dialect))
@@ -82,7 +81,6 @@ class Answering:
         return await self.chat.encode(await self.profiled(generation))
 
     def silence(self) -> Silence:
-        """The measure of a new stream's silence."""
         return Silence(self._heartbeat_s, self._clock)
 
     async def respond(self, request: Request, exchange: Exchange) -> Response:
@@ -143,7 +141,6 @@ async def read(request: Request, dialect: Dialect[Body]) -> Exchange:
 async def _collect(
     events: Events, count: int, limit: LogprobLimit
 ) -> tuple[list[WholeAnswer], list[Finished]]:
-    """Reads all choices to their ends."""
     answers, ends = [WholeAnswer() for _ in range(count)], dict[int, Finished]()
     async for numbered in events:
         if numbered is None:
@@ -191,7 +188,6 @@ class _Writer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all choices have ended."""
         return self.ended_choices == len(self.renderers)
 
     def frames(self, numbered: NumberedEvent | None) -> bytes:

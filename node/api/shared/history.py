@@ -157,7 +157,6 @@ class History:
 
     @property
     def names(self) -> list[str]:
-        """The names of what was dropped, each once."""
         return list(dict.fromkeys(self.ignored))
 
     def check_role(self, role: str | None, at: str) -> None:

@@ -96,7 +96,6 @@ class Part(HistoryBody):
 
     @property
     def kind(self) -> str:
-        """The type, or the one that its fields imply."""
         return self.kind_of(self.type, _KINDS)
 
 

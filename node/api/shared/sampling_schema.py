@@ -1,7 +1,7 @@
 """The fields of requests for answers, and the node's own request that they make."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -21,20 +21,7 @@ from .structured_schema import GrammarText, ResponseFormat
 
 UINT32: Final = 2**32 - 1
 _UINT64: Final = 2**64 - 1
-_SAMPLING_FIELDS: Final = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "xtc_probability",
-    "xtc_threshold",
-    "seed",
-    "min_tokens",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_context_size",
-)
+_SAMPLING_FIELDS: Final = tuple(each.name for each in fields(Sampling) if each.name != "logit_bias")
 _LEAST_TOP_P: Final = 1e-9
 
 TokenText = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
@@ -218,7 +205,6 @@ def generation(
 
 
 def explicit_values(body: object, names: Iterable[str]) -> dict[str, Any]:
-    """The fields of these names that a request sets."""
     values = ((name, getattr(body, name, None)) for name in names)
     return {name: value for name, value in values if value is not None}
 

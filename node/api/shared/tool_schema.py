@@ -139,7 +139,6 @@ class CallChoice:
     """The client's own form, for answers that repeat it."""
 
     def allows(self, name: str, namespace: str | None = None) -> bool:
-        """Whether the model may call a tool."""
         allowed = self.allowed is None or ToolName(name, namespace) in self.allowed
         return self.mode != "none" and allowed
 

@@ -217,7 +217,7 @@ def test_a_call_that_must_be_made_is_a_grammar(
 )
 def test_a_call_that_cannot_be_made_is_refused(fields: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        _ = parsed(**fields)
+        _ = parsed(**fields).required_call
     assert str(caught.value.param).startswith("tool_choice")
     assert not re.search(r"Literal|NamedTool|literal\[|\.str", caught.value.message)
 
