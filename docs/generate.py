@@ -130,14 +130,13 @@ def _cells(result: SharedResult) -> tuple[str, ...]:
 
 
 def _exactness(result: SharedResult) -> str:
-    """The verdict, else the checks that there are; the floor where drafts need one."""
+    """The verdict, else the checks that there are; the floor where drafts need one; the sets."""
     identity = result.identity
     parts = ", ".join(f"{name} {finding}" for name, finding in identity.parts.items())
     text = identity.verdict.replace("_", " ") if identity.verdict else parts
     floor = identity.floor or 1
     text = f"{text}, from {floor} rows" if floor > 1 else text
-    grouped = identity.products_from
-    return f"{text}, products from {grouped} rows" if grouped else text
+    return "; ".join((text, *sorted(set(identity.sets.values()))))
 
 
 def _figure(spread: Spread | None, unit: str) -> str:

@@ -162,7 +162,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "jinja2": ("shard/text/template.py",),
     "typer": ("node/cli/*",),
     "prompt_toolkit": ("node/cli/chat.py",),
-    "rich": ("node/cli/output.py", "node/cli/status.py"),
+    "rich": ("node/cli/output.py", "node/cli/status.py", "shard/tools/verify/report.py"),
     "ssl": ("node/join/*",),
     "matplotlib": (),
     "exo_node_bench": ("node/cli/bench.py",),

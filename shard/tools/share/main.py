@@ -5,7 +5,7 @@ Started as `python -P -m exo_node.shard.tools.share.main`. Notes go to stderr.
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
@@ -70,6 +70,8 @@ def result_of(
     whole: bool,
 ) -> SharedResult:
     """The part of all this that may be published. `whole`: whether all checks were reached."""
+    from ...kernels.row_groups import NAME, SINGLE
+
     packages = {name: plain_text(text) for name, text in verify.versions().items()}
     blocks = next((check.numbers for check in checks if check.name == "blocks"), {})
     measured = engine.measurements
@@ -98,26 +100,17 @@ def result_of(
             verdict=verdict_of(checks) if whole else None,
             parts={check.name: check.finding for check in checks},
             floor=blocks.get("floor"),
-            products_from=products_floor(
-                module for _, module in loaded.model.model.named_modules()
-            ),
+            sets={
+                plain_text(each.shape): plain_text(each.reason)
+                for each in loaded.kernels
+                if each.kernel in (NAME, SINGLE)
+            },
             greedy=cast("Any", measured.identity),
             batch=cast("Any", measured.batch_identity),
             copies=not engine.lookup.off_reason,
         ),
         speed=speed,
     )
-
-
-def products_floor(modules: Iterable[object]) -> int | None:
-    """The most rows that a product of a forward of one row is computed with, if any is in groups.
-
-    Where MLX chooses kernels by the number of rows, `exo_node.shard.kernels.row_groups` does that.
-    """
-    from ...kernels.row_sets import RowRange
-
-    ranges = (getattr(module, "agreeing", None) for module in modules)
-    return max((each.floor for each in ranges if isinstance(each, RowRange)), default=None)
 
 
 def _run(request: ShareRequest) -> int:

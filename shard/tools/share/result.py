@@ -79,8 +79,8 @@ class SharedIdentity(_Part):
     floor: int | None = Field(
         ge=1, le=65, description="fewest rows from which on all widths have a row's bits; 1: all do"
     )
-    products_from: int | None = Field(
-        default=None, ge=1, le=65, description="least rows of products in groups; null: no need"
+    sets: dict[Text, Text] = Field(
+        default={}, max_length=200, description="which rows and keys of a part agree, if measured"
     )
     greedy: Sameness | None
     batch: Sameness | None

@@ -81,7 +81,7 @@ def run_verify(request: VerifyRequest, spec: pb.StageSpec, note: Note) -> Report
             "vocabulary": loaded.expected.vocabulary,
         },
         settings={"max_k": subject.max_k, "prompts_from": source, **asdict(effort)},
-        kernels=tuple(str(choice) for choice in loaded.kernels),
+        kernels=loaded.kernels,
         checks=checks,
         seconds=time.perf_counter() - start,
     )

@@ -9,9 +9,12 @@ import mlx.core as mx
 from ....mtp.caches.batch_caches import left_aligned
 from ....mtp.caches.positions import Positions
 from ....mtp.caches.rollback import holds_rows, row_count
-from ....mtp.probe import live_arrays
+from ....mtp.part_probe import differing_part
+from ....mtp.pieces import result_of
+from ....mtp.probe import Subject, live_arrays
 from ....mtp.sampling import greedy_token
 from ....mtp.seams import as_ids, as_row
+from ...kernels.row_products import name_of
 from .report import Check, Finding, finite
 from .subject import Forwards, ModelUnderTest
 
@@ -145,9 +148,19 @@ def check_blocks(
         why = "as other kernels round" if finding == "differs" else "more than rounding explains"
         summary = (
             f"{different} of {total} rows differ from single steps, by at most {largest:.3g} "
-            f"({why}); the greedy token is another in {flips}"
+            f"({why}); the greedy token is another in {flips}{_first_part(subject)}"
         )
     return Check("blocks", finding, summary, numbers), tuple(differences)
+
+
+def _first_part(subject: ModelUnderTest) -> str:
+    """The part of the model that differs first in blocks, in words; empty if none is found."""
+    of, rows = subject, subject.max_k + 1
+    probed = Subject(
+        of.target, of.make_caches, of.vocabulary, rows, lambda: 0.0, modules=of.modules
+    )
+    part = result_of(differing_part(probed, rows))
+    return "" if part is None else f"; first in: {name_of(part.module, part.dtype)}"
 
 
 def floor_of(by_width: Sequence[mx.array]) -> int:

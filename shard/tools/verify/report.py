@@ -5,13 +5,16 @@ It contains no names of machines, persons, folders or prompts.
 
 import json
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ....placement.errors import InvalidCheckpoint
 
-SCHEMA: Final = 1
+if TYPE_CHECKING:
+    from ...kernels.trial import KernelChoice
+
+SCHEMA: Final = 2
 WIDTH: Final = 96
 
 Finding = Literal["ok", "differs", "defect", "skipped"]
@@ -54,8 +57,8 @@ class Report:
     settings: Mapping[str, Any]
     checks: tuple[Check, ...]
     seconds: float
-    kernels: tuple[str, ...] = ()
-    """The kernels of the layers and the reasons for them; empty if all are MLX's."""
+    kernels: "tuple[KernelChoice, ...]" = ()
+    """What computes the layers and why: which rows and keys of a part agree, or what it costs."""
 
     @property
     def verdict(self) -> Verdict:
@@ -89,18 +92,31 @@ def as_text(report: Report) -> str:
         f"{model['id']} ({model['dtype']}{bits}) on {device['chip']}, {device['backend']}, "
         f"{memory:.0f} GB, MLX {report.versions['mlx']}",
         "",
+        *_table((check.finding, check.name, check.summary) for check in report.checks),
+        "",
     ]
-    for check in report.checks:
-        head = f"{check.finding:8}{check.name:12}"
-        lines += textwrap.wrap(
-            check.summary, WIDTH, initial_indent=head, subsequent_indent=" " * len(head)
-        )
-    for line in report.kernels:
-        lines += textwrap.wrap(
-            line, WIDTH, initial_indent="kernels ", subsequent_indent=" " * len("kernels ")
-        )
-    lines += ["", *textwrap.wrap(_sentence(report), WIDTH), f"({report.seconds:.1f} s)"]
+    kernels = [
+        (each.shape, str(each.layers), each.kernel if each.used else "MLX", each.reason)
+        for each in report.kernels
+    ]
+    if kernels:
+        lines += [*_table([("part", "layers", "computed by", "because"), *kernels]), ""]
+    lines += [*textwrap.wrap(_sentence(report), WIDTH), f"({report.seconds:.1f} s)"]
     return "\n".join(lines)
+
+
+def _table(rows: Iterable[Sequence[str]]) -> list[str]:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for row in rows:
+        grid.add_row(*map(Text, row))
+    console = Console(width=WIDTH, height=1, color_system=None)
+    with console.capture() as captured:
+        console.print(grid)
+    return [line.rstrip() for line in captured.get().rstrip("\n").split("\n")]
 
 
 def _sentence(report: Report) -> str:

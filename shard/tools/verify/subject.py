@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx import nn
 
 from ....mtp.caches.rollback import fixed_kinds, rollback
 from ....mtp.families.table import family_of
@@ -37,6 +38,8 @@ class ModelUnderTest:
     special_tokens: tuple[int, ...] = ()
     runs_ahead: bool = False
     """Whether a node issues rounds before earlier ones are read."""
+    modules: Sequence[nn.Module] = ()
+    """The parts of the target."""
 
     @property
     def depths(self) -> range:
@@ -91,6 +94,7 @@ def subject_of(loaded: Loaded, dtype: mx.Dtype, chunk: int, max_k: int) -> Model
         no_drafts="" if model else loaded.head_state,
         special_tokens=loaded.codec.special_tokens if loaded.codec else (),
         runs_ahead=set(used(loaded.kernels)) >= COUNTS_ON_DEVICE,
+        modules=stage.own_modules(outer=True),
     )
 
 

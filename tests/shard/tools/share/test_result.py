@@ -9,13 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from mlx import nn
 
 from exo_node.node.cli.report import published_id
 from exo_node.placement.errors import InvalidSettings, LoadFailed
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.kernels.row_sets import RowRange
-from exo_node.shard.tools.share.main import ShareRequest, products_floor, result_of
+from exo_node.shard.kernels.trial import KernelChoice
+from exo_node.shard.tools.share.main import ShareRequest, result_of
 from exo_node.shard.tools.share.result import (
     Machine,
     Model,
@@ -65,15 +64,15 @@ def test_no_text_of_a_person_a_machine_or_a_checkpoint_comes_into_the_file() -> 
         initial_k=1,
         limit_s=1.0,
     )
-    grouped: Any = nn.Linear(2, 2)
-    grouped.agreeing = RowRange(2, 12)
     loaded: Any = SimpleNamespace(
-        model=SimpleNamespace(model=grouped),
         fingerprint="0" * 64,
         weight_bytes=10**9,
         head_state=SECRET,
         images=SECRET,
-        kernels=[SECRET],
+        kernels=[
+            KernelChoice("row_groups", "product of 2 to 2", 1, True, "2 to 12 rows"),
+            KernelChoice("cpu_product", SECRET, 1, True, SECRET),
+        ],
     )
     spec: Any = SimpleNamespace(
         model=SECRET, path=f"/x/{SECRET}", dtype="float32", num_layers=4, mtp_off_reason=SECRET
@@ -99,8 +98,7 @@ def test_no_text_of_a_person_a_machine_or_a_checkpoint_comes_into_the_file() -> 
     result = result_of(request, loaded, spec, engine, speed, checks, whole=True)
     assert SECRET not in result.as_json() and platform.node() not in result.as_json().split('"')
     assert (result.identity.floor, result.identity.verdict) == (2, "near_tie")
-    assert result.identity.products_from == 2
-    assert products_floor([object(), nn.Linear(2, 2)]) is None
+    assert result.identity.sets == {"product of 2 to 2": "2 to 12 rows"}
     assert result.identity.copies is False
     part = result_of(request, loaded, spec, engine, speed, checks, whole=False)
     assert part.identity.verdict is None, "a verdict of some of the checks would be none"
@@ -128,7 +126,7 @@ def test_an_unusual_chip_is_still_a_result() -> None:
 def test_a_file_of_the_first_version_is_read_whole() -> None:
     result = read_result(FIRST_VERSION, "a.json")
     written, first = json.loads(result.as_json()), json.loads(FIRST_VERSION)
-    assert written["identity"].pop("products_from") is None  # a field with a default
+    assert written["identity"].pop("sets") == {}  # a field with a default
     assert written == first
 
 

@@ -1,11 +1,13 @@
 """`exo-node verify` on an exact machine, an inexact one, and with seeded faults."""
 
 # mlx is typed in part only.
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
 
 import getpass
 import json
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +21,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import typer
+from chips import M3_MAX, on_chip
 from shims import by_contents, by_rows, perturb
 from small import small_checkpoint
 from tiny import VOCABULARY, taped_qwen
@@ -38,6 +41,7 @@ from exo_node.node.placements.local_model import resolve
 from exo_node.placement.errors import InvalidCheckpoint, InvalidSettings, ModelNotFound
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.drafter import DraftModel
+from exo_node.shard.kernels import row_groups, row_sets
 from exo_node.shard.tools import child
 from exo_node.shard.tools.verify import main as verify
 from exo_node.shard.tools.verify.answers import (
@@ -89,6 +93,7 @@ def subject(shim: Key | None = None, size: float = 1e-3, *, head: bool = True) -
         if head
         else None,
         no_drafts="" if head else "its weights were stripped",
+        modules=[module for _, module in model.named_modules()],
     )
 
 
@@ -141,7 +146,7 @@ def test_a_backend_that_rounds_by_rows_is_a_near_tie() -> None:
 def test_near_ties_explain_greedy_answers_that_differ() -> None:
     of, prompts = subject(by_rows, 1e-3), [[(5 * i + 1) % VOCABULARY for i in range(19)]]
     blocks, checks = check_blocks(of, chain_of(of, PROMPTS[0], PROMPTS[0]))
-    assert blocks.finding == "differs"
+    assert blocks.finding == "differs" and blocks.summary.endswith("; first in: Perturbed")
     tau = max(each.tau for each in checks)
     greedy = check_greedy(of, prompts, 16, tau, bitwise=False)
     assert greedy.finding == "differs"
@@ -365,7 +370,7 @@ def test_surprise_is_small_for_the_right_distribution_and_large_for_another() ->
 def test_the_report_is_json_with_its_schema_and_names_nobody(exact: dict[str, Check]) -> None:
     report_json = json.loads(as_json(report(list(exact.values()))))
     assert (report_json["schema"], report_json["kind"], report_json["verdict"]) == (
-        1,
+        2,
         "exo-node verify",
         "exact",
     )
@@ -387,7 +392,7 @@ def test_packages_that_nobody_installed_have_no_version(monkeypatch: pytest.Monk
 
 def test_a_defect_says_what_to_do() -> None:
     text = as_text(report([Check("greedy", "defect", "answers differ", {})]))
-    assert "defect  greedy      answers differ" in text
+    assert "defect  greedy  answers differ" in text
     assert "send us the report" in text
 
 
@@ -448,6 +453,25 @@ def test_a_model_is_exact_from_its_files_to_the_report(
     assert json.loads(capsys.readouterr().out) == report_json
     with pytest.raises(InvalidSettings, match="cannot be written"):
         verify.write_report(verify_report, str(tmp_path))
+
+
+def test_the_sets_of_a_chip_are_in_one_table_and_in_the_json(
+    whole_request: tuple[verify.VerifyRequest, pb.StageSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "QUICK", verify.Effort(prompts=1, tokens=6, rows=4, samples=40))
+    monkeypatch.setattr(row_sets, "VALUES", 64)
+    with on_chip(M3_MAX):
+        on_m3 = verify.run_verify(*whole_request, lambda _: None)
+    kernels = json.loads(as_json(on_m3))["kernels"]
+    sets = {each["shape"]: each["reason"] for each in kernels if each["kernel"] == row_groups.NAME}
+    assert len(sets) > 4 and set(sets.values()) == {"2 to 64 rows give the same bits"}
+    lines = as_text(on_m3).splitlines()
+    assert max(map(len, lines)) <= 96
+    header = next(i for i, line in enumerate(lines) if line.startswith("part "))
+    cells = [re.split(" {2,}", line)[0] for line in lines[header:]]
+    assert lines[header].split() == ["part", "layers", "computed", "by", "because"]
+    assert set(sets) <= set(cells), cells
+    assert not [line for line in lines[:header] if "rows give" in line], "it is the only table"
 
 
 def test_a_model_with_quantised_caches_is_exact_among_them_and_the_report_says_so(
