@@ -130,12 +130,10 @@ def _cells(result: SharedResult) -> tuple[str, ...]:
 
 
 def _exactness(result: SharedResult) -> str:
-    """The verdict, else the checks that there are; the floor where drafts need one; the sets."""
+    """The verdict, else the checks that there are; and the sets of rows that agree."""
     identity = result.identity
     parts = ", ".join(f"{name} {finding}" for name, finding in identity.parts.items())
     text = identity.verdict.replace("_", " ") if identity.verdict else parts
-    floor = identity.floor or 1
-    text = f"{text}, from {floor} rows" if floor > 1 else text
     return "; ".join((text, *sorted(set(identity.sets.values()))))
 
 

@@ -73,7 +73,6 @@ def result_of(
     from ...kernels.row_groups import NAME, SINGLE
 
     packages = {name: plain_text(text) for name, text in verify.versions().items()}
-    blocks = next((check.numbers for check in checks if check.name == "blocks"), {})
     measured = engine.measurements
     return SharedResult(
         date=f"{datetime.now(UTC):%Y-%m-%d}",
@@ -99,7 +98,6 @@ def result_of(
         identity=SharedIdentity(
             verdict=verdict_of(checks) if whole else None,
             parts={check.name: check.finding for check in checks},
-            floor=blocks.get("floor"),
             sets={
                 plain_text(each.shape): plain_text(each.reason)
                 for each in loaded.kernels

@@ -123,17 +123,15 @@ def check_blocks(
     subject: ModelUnderTest, chain: ReferenceRun
 ) -> tuple[Check, tuple[Difference, ...]]:
     """Compares forwards of K + 1 rows with single steps; also returns the difference for each K."""
-    differences, by_width = list[Difference](), [chain.logits]
+    differences = list[Difference]()
     for k in subject.depths:
         forwards, rows = Forwards(subject, chain.prompt), list[mx.array]()
         for start in range(0, len(chain.ids), k + 1):
             rows.append(forwards.logits(chain.ids[start : start + k + 1]))
-        by_width.append(mx.concatenate(rows))
-        differences.append(compare(chain.logits, by_width[-1]))
+        differences.append(compare(chain.logits, mx.concatenate(rows)))
     finding = worst([each.finding(subject.dtype) for each in differences])
     numbers = {
         "tolerance": tolerance(subject.dtype),
-        "floor": floor_of(by_width),
         "per_k": [
             {"k": k, **each.numbers()} for k, each in zip(subject.depths, differences, strict=True)
         ],
@@ -161,19 +159,6 @@ def _first_part(subject: ModelUnderTest) -> str:
     )
     part = result_of(differing_part(probed, rows))
     return "" if part is None else f"; first in: {name_of(part.module, part.dtype)}"
-
-
-def floor_of(by_width: Sequence[mx.array]) -> int:
-    """The fewest rows of a forward from which on every width computes a row's bits alike.
-
-    `by_width[i]`: logits of the same rows (n, V) by blocks of i + 1 rows; 1 is exact for drafts.
-    """
-    # The last block of a width may be a shorter one, so it shows another width.
-    whole = min(rows.shape[0] // width * width for width, rows in enumerate(by_width, 1))
-    floor, widest = len(by_width), by_width[-1][:whole]
-    while floor > 1 and mx.array_equal(by_width[floor - 2][:whole], widest).item():
-        floor -= 1
-    return floor
 
 
 def check_rollback(subject: ModelUnderTest, chain: ReferenceRun) -> Check:

@@ -50,7 +50,7 @@ from exo_node.shard.tools.verify.answers import (
     pattern_of,
     surprise,
 )
-from exo_node.shard.tools.verify.numbers import chain_of, check_blocks, compare, floor_of
+from exo_node.shard.tools.verify.numbers import chain_of, check_blocks, compare
 from exo_node.shard.tools.verify.report import Check, Report, as_json, as_text
 from exo_node.shard.tools.verify.subject import ModelUnderTest
 
@@ -131,7 +131,6 @@ def test_the_cpu_is_exact(exact: dict[str, Check]) -> None:
     per_k = exact["blocks"].numbers["per_k"]
     assert [each["k"] for each in per_k] == [1, 2, 3]
     assert all(each["rows"] == 14 and each["rows_different"] == 0 for each in per_k)
-    assert exact["blocks"].numbers["floor"] == 1
 
 
 def test_a_backend_that_rounds_by_rows_is_a_near_tie() -> None:
@@ -302,35 +301,6 @@ def test_a_rollback_fault_is_seen_on_a_backend_that_rounds_by_rows(
 
 
 # --------------------------------------------------------------------------------- its figures
-
-
-@pytest.mark.parametrize(
-    ("classes", "floor"),
-    [
-        ((0, 0, 0, 0), 1),  # a row is a row
-        ((0, 1, 1, 1), 2),  # one row alone takes another kernel
-        ((0, 1, 2, 2), 3),
-        ((0, 1, 2, 3), 4),
-        ((1, 0, 1, 1), 3),  # what lies between counts
-    ],
-)
-def test_the_floor_is_the_fewest_rows_from_which_all_widths_agree(
-    classes: tuple[int, ...], floor: int
-) -> None:
-    """`classes`: the kernel of each width; a last block that is shorter takes another one's."""
-    by_width = list[mx.array]()
-    for width in range(1, 5):
-        starts = range(0, 14, width)
-        kinds = [classes[min(width, 14 - start) - 1] for start in starts for _ in range(width)]
-        by_width.append(mx.array(kinds[:14])[:, None] + mx.arange(3)[None])
-    assert floor_of(by_width) == floor
-
-
-def test_the_checks_tell_the_floor_of_a_backend_that_rounds_by_rows() -> None:
-    one_row_alone = checked(subject(lambda _, rows: min(rows, 2)), upto="blocks", effort=FEWER)
-    assert one_row_alone["blocks"].numbers["floor"] == 2
-    every_width = checked(subject(by_rows), upto="blocks", effort=FEWER)
-    assert every_width["blocks"].numbers["floor"] == 4
 
 
 def test_logits_are_compared_row_by_row() -> None:
