@@ -174,10 +174,12 @@ def test_figures_from_a_bench_name_a_page_that_there_is() -> None:
         assert source is None or (DOCS.parent / source).is_file()
 
 
-def test_a_machine_that_needs_two_rows_says_so_in_its_row() -> None:
-    cells = GENERATOR["_cells"](read_result(FIRST_VERSION, "a.json"))
+def test_a_machine_that_needs_groups_of_rows_says_so_in_its_row() -> None:
+    sets = {"product of 4 to 2": "2 to 5 rows", "a": "2 to 12 rows", "b": "2 to 5 rows"}
+    identity = json.loads(FIRST_VERSION)["identity"] | {"sets": sets}
+    cells = GENERATOR["_cells"](read_result(changed(identity=identity), "a.json"))
     assert cells[1] == "not named, 64 layers, 4 bits"
-    assert cells[3] == "near tie, from 2 rows"
+    assert cells[3] == "near tie; 2 to 12 rows; 2 to 5 rows"
     assert cells[4:] == ("20 (19-21) tok/s", "", "", "")
 
 
