@@ -17,6 +17,7 @@ from .head_shapes import (
     indexer_shapes,
     joint_shapes,
     latent_attention_shapes,
+    nextn_joint_shapes,
     size,
 )
 from .headers import Tensor
@@ -49,11 +50,8 @@ class QwenLayout(HeadLayout):
 
     def shapes(self, config: RequiredSizes, tensors: HeadTensors) -> Shapes:
         hidden, layer = config["hidden_size"], "layers.0."
-        yield "fc.weight", (hidden, 2 * hidden)
-        for norm in ("pre_fc_norm_hidden", "pre_fc_norm_embedding", "norm"):
-            yield f"{norm}.weight", (hidden,)
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{layer}{norm}.weight", (hidden,)
+        norms = ("pre_fc_norm_hidden", "pre_fc_norm_embedding", "norm")
+        yield from joint_shapes(hidden, "fc", *norms, layer=layer)
         biased = ("q_proj", "k_proj", "v_proj", "o_proj") if config.get("attention_bias") else ()
         # Each head's query comes with its output gate.
         yield from grouped_attention_shapes(f"{layer}self_attn.", config, query=2, biased=biased)
@@ -105,7 +103,7 @@ class NextnLayout(HeadLayout):
     def shapes(self, config: RequiredSizes, tensors: HeadTensors) -> Shapes:
         """Every tensor of the head; copies of the ends where they are there."""
         hidden, vocabulary = config["hidden_size"], config["vocab_size"]
-        yield from joint_shapes(hidden)
+        yield from nextn_joint_shapes(hidden)
         for copy in ("embed_tokens", "shared_head.head"):
             if any(name.startswith(f"{copy}.") for name in tensors):
                 yield f"{copy}.weight", (vocabulary, hidden)
@@ -151,10 +149,8 @@ class MimoLayout(HeadLayout):
 
     def shapes(self, config: RequiredSizes, tensors: HeadTensors) -> Shapes:
         hidden = config["hidden_size"]
-        yield "input_proj.weight", (hidden, 2 * hidden)
         norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
-        for norm in (*norms, "input_layernorm", "post_attention_layernorm"):
-            yield f"{norm}.weight", (hidden,)
+        yield from joint_shapes(hidden, "input_proj", *norms)
         biased = ("q_proj", "k_proj", "v_proj")
         # mlx-lm's class takes the width of a head from the hidden size alone.
         width = hidden // max(config["num_attention_heads"], 1)
@@ -178,10 +174,8 @@ class ErnieLayout(HeadLayout):
 
     def shapes(self, config: RequiredSizes, tensors: HeadTensors) -> Shapes:
         hidden, block = config["hidden_size"], "mtp_block.0."
-        yield "mtp_linear_proj.0.weight", (hidden, 2 * hidden)
-        norms = ("input_layernorm", "post_attention_layernorm")
-        for norm in ("mtp_emb_norm.0", "mtp_hidden_norm.0", *(block + norm for norm in norms)):
-            yield f"{norm}.weight", (hidden,)
+        norms = ("mtp_emb_norm.0", "mtp_hidden_norm.0")
+        yield from joint_shapes(hidden, "mtp_linear_proj.0", *norms, layer=block)
         yield from grouped_attention_shapes(f"{block}self_attn.", config, normed=False)
         yield from gated_shapes(f"{block}mlp.", hidden, config["intermediate_size"])
 
@@ -201,7 +195,7 @@ class LongcatLayout(HeadLayout):
     def shapes(self, config: RequiredSizes, tensors: HeadTensors) -> Shapes:
         """Every tensor of the head; a copy of the embeddings where it is there."""
         hidden = config["hidden_size"]
-        yield from joint_shapes(hidden)
+        yield from nextn_joint_shapes(hidden)
         if "embed_tokens.weight" in tensors:
             yield "embed_tokens.weight", (config["vocab_size"], hidden)
         yield from latent_attention_shapes("self_attn.", config, tensors)
@@ -274,7 +268,7 @@ class MimoV2Layout(HeadLayout):
     def shapes(self, config: RequiredSizes, tensors: HeadTensors) -> Shapes:
         hidden, heads = config["hidden_size"], config["swa_num_attention_heads"]
         groups, values = config["swa_num_key_value_heads"], config["swa_v_head_dim"]
-        yield from joint_shapes(hidden)
+        yield from nextn_joint_shapes(hidden)
         yield "self_attn.q_proj.weight", (heads * config["swa_head_dim"], hidden)
         yield "self_attn.k_proj.weight", (groups * config["swa_head_dim"], hidden)
         yield "self_attn.v_proj.weight", (groups * values, hidden)
@@ -308,7 +302,7 @@ class StepLayout(HeadLayout):
         names, sliding = ("num_attention_heads", "num_attention_groups"), self._sliding(config)
         heads, groups = (size(sliding, n) or 0 if sliding else config[n] for n in names)
         raw = "transformer." if "transformer.shared_head.norm.weight" in tensors else ""
-        yield from joint_shapes(hidden, f"{raw}shared_head.norm")
+        yield from nextn_joint_shapes(hidden, f"{raw}shared_head.norm")
         for name, outputs in (("q_proj", heads), ("k_proj", groups), ("v_proj", groups)):
             yield f"self_attn.{name}.weight", (outputs * width, hidden)
         yield "self_attn.o_proj.weight", (hidden, heads * width)

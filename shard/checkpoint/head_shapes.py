@@ -66,12 +66,16 @@ def size(config: Config, key: str) -> int | None:
     return value if type(value) is int else None
 
 
-def joint_shapes(hidden: int, last_norm: str = "shared_head.norm") -> Shapes:
-    """The norms of a NextN head, and the projection that joins its inputs."""
-    yield "eh_proj.weight", (hidden, 2 * hidden)
-    norms = ("enorm", "hnorm", last_norm, "input_layernorm", "post_attention_layernorm")
-    for norm in norms:
+def joint_shapes(hidden: int, joint: str, *norms: str, layer: str = "") -> Shapes:
+    """The projection that joins a head's inputs, the norms around it, and those of `layer`."""
+    yield f"{joint}.weight", (hidden, 2 * hidden)
+    for norm in (*norms, f"{layer}input_layernorm", f"{layer}post_attention_layernorm"):
         yield f"{norm}.weight", (hidden,)
+
+
+def nextn_joint_shapes(hidden: int, last_norm: str = "shared_head.norm") -> Shapes:
+    """The norms of a NextN head, and the projection that joins its inputs."""
+    yield from joint_shapes(hidden, "eh_proj", "enorm", "hnorm", last_norm)
 
 
 def grouped_attention_shapes(

@@ -103,35 +103,19 @@ def encoder_classes(config: Mapping[str, Any]) -> tuple[type[nn.Module], type]:
     """The class of an encoder and that of its config. Raises ImportError."""
     family = encoder_family(config)
     bare_package(f"mlx_vlm.models.{family}")
-    module, configs = _MODULES[family]()
+    module: Any
+    match family:
+        case "bert":
+            from mlx_vlm.models.bert import bert as module
+            from mlx_vlm.models.bert.config import ModelConfig
+        case "modernbert":
+            from mlx_vlm.models.modernbert import modernbert as module
+            from mlx_vlm.models.modernbert.config import ModelConfig
+        case _:
+            from mlx_vlm.models.xlm_roberta import xlm_roberta as module
+            from mlx_vlm.models.xlm_roberta.config import ModelConfig
     module.scaled_dot_product_attention = _attention
-    return module.Model, configs.ModelConfig
-
-
-def _bert_modules() -> tuple[Any, Any]:
-    from mlx_vlm.models.bert import bert, config
-
-    return bert, config
-
-
-def _xlm_roberta_modules() -> tuple[Any, Any]:
-    from mlx_vlm.models.xlm_roberta import config, xlm_roberta
-
-    return xlm_roberta, config
-
-
-def _modernbert_modules() -> tuple[Any, Any]:
-    from mlx_vlm.models.modernbert import config, modernbert
-
-    return modernbert, config
-
-
-_MODULES: Final = {
-    "bert": _bert_modules,
-    "xlm_roberta": _xlm_roberta_modules,
-    "modernbert": _modernbert_modules,
-}
-"""The classes by family: modules are imported by no name in a string."""
+    return module.Model, ModelConfig
 
 
 def encoder_states(model: nn.Module) -> Callable[[mx.array], mx.array] | None:

@@ -97,13 +97,9 @@ def _inputs(rows: int, hidden_size: int, dtype: mx.Dtype) -> tuple[mx.array, mx.
 def _fastest(work: Callable[[], Any], clock: Clock, deadline: float) -> float:
     """The minimum of up to REPEATS runs after a warm-up, of one at least."""
     work()
-    seconds = [_time_once(work, clock)]
-    while len(seconds) < REPEATS and clock() + seconds[0] < deadline:
-        seconds.append(_time_once(work, clock))
+    seconds = list[float]()
+    while not seconds or (len(seconds) < REPEATS and clock() + seconds[0] < deadline):
+        start = clock()
+        work()
+        seconds.append(clock() - start)
     return min(seconds)
-
-
-def _time_once(work: Callable[[], Any], clock: Clock) -> float:
-    start = clock()
-    work()
-    return clock() - start

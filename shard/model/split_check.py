@@ -13,12 +13,11 @@ forwards: a pipeline cuts it differently from one node.
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple, TypeVar, cast
+from typing import Annotated, Any, Final, NamedTuple, cast
 
 import mlx.core as mx
 from mlx import nn
@@ -49,8 +48,7 @@ _FEW_STEPS: Final = 3
 _BORDERS_TRIED: Final = 24
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
+class _Step(NamedTuple):
     """One forward: the rows that it writes, and the rows to roll back afterwards."""
 
     rows: int
@@ -150,17 +148,18 @@ class SplitTrial:
         self._weights = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
         whole = StageModel(model, 0, self.layers)
         self._can_roll_back = can_roll_back(whole.make_caches())
-        self._whole_steps = _run(whole, _whole_step, _SCHEDULE, ids, self._can_roll_back)
+        self._whole_steps = [_whole_step(whole, *each) for each in self._forwards(whole, _SCHEDULE)]
         if not all(mx.isfinite(step.logits).all().item() for step in self._whole_steps):
             raise LoadFailed("its small model gives no finite numbers")
 
     def fault(self, first: int, end: int, steps: int = len(_SCHEDULE)) -> str:
         """How the stage [first, end) differs from its layers in the whole model; empty if not."""
-        stage, whole_steps = StageModel(self.model, first, end), iter(self._whole_steps[:steps])
+        stage = StageModel(self.model, first, end)
         self._poison(first, end)
         try:
-            step_of = partial(_stage_step, whole_steps=whole_steps)
-            _ = _run(stage, step_of, _SCHEDULE[:steps], self._ids, self._can_roll_back)
+            forwards = self._forwards(stage, _SCHEDULE[:steps])
+            for (ids, caches), whole in zip(forwards, self._whole_steps, strict=False):
+                _compare_step(stage, ids, caches, whole)
         except _Difference as differs:
             return str(differs)
         except LoadFailed as refused:
@@ -193,6 +192,19 @@ class SplitTrial:
         )
         return tuple(sorted(good))
 
+    def _forwards(
+        self, stage: StageModel, schedule: Sequence[_Step]
+    ) -> Iterator[tuple[mx.array, list[Any]]]:
+        """The ids and the caches of each forward of the schedule, one after the other."""
+        caches, position = stage.make_caches(), 0
+        for step in schedule:
+            yield _tokens(position, step.rows, self._ids), caches
+            mx.eval(cache_arrays(caches))
+            if step.back and self._can_roll_back:
+                rollback(caches, step.back)
+                position -= step.back
+            position += step.rows
+
     def _poison(self, first: int, end: int) -> None:
         """Sets the weights that the stage must not need to NaN: other layers', outer ones."""
         layers = cast("list[nn.Module]", cast(Any, self.model).layers)
@@ -205,9 +217,6 @@ class SplitTrial:
         _ = self.model.update(tree_unflatten(weights))
 
 
-T = TypeVar("T")
-
-
 class _Difference(Exception):
     """A stage's numbers differ from the whole model's."""
 
@@ -217,27 +226,6 @@ class _WholeStep(NamedTuple):
 
     records: LayerRecords
     logits: mx.array
-
-
-def _run(
-    stage: StageModel,
-    step_of: Callable[[StageModel, mx.array, list[Any]], T],
-    schedule: Sequence[_Step],
-    ids: int,
-    can_roll_back_rows: bool,
-) -> list[T]:
-    """Runs the schedule; returns the result of `step_of` for each step."""
-    caches = stage.make_caches()
-    results: list[T] = []
-    position = 0
-    for step in schedule:
-        results.append(step_of(stage, _tokens(position, step.rows, ids), caches))
-        mx.eval(cache_arrays(caches))
-        if step.back and can_roll_back_rows:
-            rollback(caches, step.back)
-            position -= step.back
-        position += step.rows
-    return results
 
 
 def _cut_error(whole: StageModel, ids: int, start: int) -> float:
@@ -261,18 +249,15 @@ def _whole_step(stage: StageModel, ids: mx.array, caches: list[Any]) -> _WholeSt
     return _WholeStep(records, logits)
 
 
-def _stage_step(
-    stage: StageModel, ids: mx.array, caches: list[Any], *, whole_steps: Iterator[_WholeStep]
-) -> None:
+def _compare_step(stage: StageModel, ids: mx.array, caches: list[Any], whole: _WholeStep) -> None:
     """Runs one step of the stage and compares it. Raises _Difference."""
-    records, logits = next(whole_steps)
-    input_states = records.inputs[stage.first] if stage.first else None
-    _compare(
-        stage.hidden(ids, input_states, caches), records.outputs[stage.end - 1], "hidden states"
-    )
+    records = whole.records
+    entering = records.inputs[stage.first] if stage.first else None
+    own = stage.hidden(ids, entering, caches)
+    _compare(own, records.outputs[stage.end - 1], "hidden states")
     if not stage.first:
         last = records.outputs[stage.num_layers - 1]
-        _compare(stage.logits(ids, last), logits, "logits")
+        _compare(stage.logits(ids, last), whole.logits, "logits")
 
 
 def _compare(actual: mx.array, expected: mx.array, what: str) -> None:

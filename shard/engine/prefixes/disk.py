@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -241,26 +241,20 @@ class PrefixDisk:
         try:
             for folder in (self._root, self._folder):
                 folder.mkdir(mode=0o700, exist_ok=True)
-            with self._retried_if_deleted():
+            try:
                 self._touch(chain[1:])  # without its parents' rows the file is of no use
                 make_room(self._root, self._budget - size)
                 pieces = pieces_of(description, tensors, self._require_idle)
                 write_atomic(self._path(chain[0]), pieces)
                 self._touch(chain)
                 make_room(self._root, self._budget)  # the header is not in `size`
+            except FileNotFoundError:  # as by `exo-node cache clear`: it is done again
+                self._is_unwritten = True
             self._sizes = _sizes_in(self._folder)
         except _RequestBegan:
             self._is_unwritten = True
         except OSError as fault:
             self._turn_off(fault)
-
-    @contextlib.contextmanager
-    def _retried_if_deleted(self) -> Generator[None]:
-        """Has the write done again if files disappear meanwhile, as by `exo-node cache clear`."""
-        try:
-            yield
-        except FileNotFoundError:
-            self._is_unwritten = True
 
     def _turn_off(self, fault: Exception) -> None:
         # Answers do not depend on it; a retry at every prompt would only fill the log.

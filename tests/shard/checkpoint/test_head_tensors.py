@@ -191,9 +191,9 @@ def test_a_head_of_mixed_bits_is_loaded_as_it_is_found(experts: str, tmp_path: P
         None,
     )
     bits = {path: module.bits for path, module in loaded.named_modules() if "bits" in vars(module)}
-    assert bits["layers.0.self_attn.v_proj"] == head.bits["layers.0.self_attn.v_proj.weight"] == 5
-    assert bits["layers.0.mlp.switch_mlp.up_proj"] == 8
-    assert bits["layers.0.mlp.gate"] == head.bits["layers.0.mlp.gate.weight"] == 6
+    assert bits["layer.self_attn.v_proj"] == head.bits["layers.0.self_attn.v_proj.weight"] == 5
+    assert bits["layer.mlp.switch_mlp.up_proj"] == 8
+    assert bits["layer.mlp.gate"] == head.bits["layers.0.mlp.gate.weight"] == 6
 
 
 def quantise_mixed(weights: Weights) -> None:
