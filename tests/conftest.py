@@ -71,9 +71,9 @@ def pytest_runtest_setup() -> None:
     mx.random.seed(0)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def anyio_backend() -> tuple[str, dict[str, Any]]:
-    """`async def` tests run on asyncio, as the node does."""
+    """`async def` tests run on asyncio, as the node does; on one loop with a module's fixtures."""
     return "asyncio", {"loop_factory": TestLoop}
 
 

@@ -14,8 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 from pathlib import Path
@@ -202,19 +202,6 @@ async def running(
         _ = await asyncio.gather(*(process.stop() for process in processes))
         kept_profiles.take(scratch)
         shutil.rmtree(scratch)
-
-
-@contextmanager
-def shared(
-    loop: asyncio.Runner, bounds: Sequence[int] = (0, 16), **changes: Any
-) -> Generator[Placement]:
-    """`running` for a module's fixture, on a loop that stands still between tests."""
-    opened = running(bounds, **changes)
-    placement = loop.run(opened.__aenter__())
-    try:
-        yield placement
-    finally:
-        _ = loop.run(opened.__aexit__(None, None, None))
 
 
 class Child:

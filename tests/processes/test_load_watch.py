@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,12 +58,6 @@ compute.ComputeThread.__init__ = init
 """
 
 
-@pytest.fixture(scope="module")
-def loop() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as runner:
-        yield runner
-
-
 def faulty(folder: Path, fault: str, **changes: Any) -> RunnerHost:
     """Its runners run `fault` before anything else."""
     _ = (folder / "sitecustomize.py").write_text(fault)
@@ -82,22 +75,21 @@ os._exit(3)
 """
 
 
-def test_strangers_at_a_runners_port_do_not_fill_the_log(
-    tmp_path: Path, loop: asyncio.Runner, caplog: pytest.LogCaptureFixture
+async def test_strangers_at_a_runners_port_do_not_fill_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def play() -> None:
-        supervisor = Supervisor(faulty(tmp_path, NOISY), lambda _, why: None)
-        with pytest.raises(LoadFailed, match=r"it last wrote: what ended it$"):
-            _ = await supervisor.load(last_spec(), lambda _: None)
-
-    with caplog.at_level(logging.INFO):
-        loop.run(play())
+    supervisor = Supervisor(faulty(tmp_path, NOISY), lambda _, why: None)
+    with (
+        caplog.at_level(logging.INFO),
+        pytest.raises(LoadFailed, match=r"it last wrote: what ended it$"),
+    ):
+        _ = await supervisor.load(last_spec(), lambda _: None)
     noise = [r for r in caplog.records if "Handshake" in r.getMessage()]
     assert 0 < len(noise) <= 10
 
 
-def test_a_runner_that_ends_before_it_is_told_what_to_load_says_why(
-    tmp_path: Path, loop: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+async def test_a_runner_that_ends_before_it_is_told_what_to_load_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send = RunnerProcess._send  # pyright: ignore[reportPrivateUsage]
 
@@ -106,13 +98,10 @@ def test_a_runner_that_ends_before_it_is_told_what_to_load_says_why(
         _ = await runner._process.wait()  # pyright: ignore[reportPrivateUsage]
         await send(runner, message)
 
-    async def play() -> None:
-        supervisor = Supervisor(faulty(tmp_path, "import os; os._exit(3)"), lambda _, why: None)
-        with pytest.raises(LoadFailed, match="exited with status 3"):
-            _ = await supervisor.load(last_spec(), lambda _: None)
-
     monkeypatch.setattr(RunnerProcess, "_send", late)
-    loop.run(play())
+    supervisor = Supervisor(faulty(tmp_path, "import os; os._exit(3)"), lambda _, why: None)
+    with pytest.raises(LoadFailed, match="exited with status 3"):
+        _ = await supervisor.load(last_spec(), lambda _: None)
 
 
 # ------------------------------------------------------------------------------- the rule
@@ -221,19 +210,16 @@ load.load = slowly
 """It reports nothing for 25 s, in which it computes for a few."""
 
 
-def test_a_runner_that_is_slow_and_computes_is_loaded(tmp_path: Path, loop: asyncio.Runner) -> None:
-    async def play() -> None:
-        supervisor = Supervisor(
-            faulty(tmp_path, SLOW, load_timeout_s=8), lambda _, why: exited.append(why)
-        )
-        exited: list[str] = []
-        ready = await supervisor.load(last_spec(), lambda _: None)
-        cpu_s = supervisor.cpu_s_of(last_spec().placement, last_spec().stage)
-        assert ready.pid and cpu_s and supervisor.states()[0].cpu_s >= cpu_s
-        assert exited == []
-        await supervisor.close()
-
-    loop.run(play())
+async def test_a_runner_that_is_slow_and_computes_is_loaded(tmp_path: Path) -> None:
+    supervisor = Supervisor(
+        faulty(tmp_path, SLOW, load_timeout_s=8), lambda _, why: exited.append(why)
+    )
+    exited: list[str] = []
+    ready = await supervisor.load(last_spec(), lambda _: None)
+    cpu_s = supervisor.cpu_s_of(last_spec().placement, last_spec().stage)
+    assert ready.pid and cpu_s and supervisor.states()[0].cpu_s >= cpu_s
+    assert exited == []
+    await supervisor.close()
 
 
 WARNING_AND_STUCK = f"""
@@ -242,71 +228,59 @@ print("You are using a model of type `mimo` to instantiate another.", file=sys.s
 {STUCK}"""
 
 
-def test_the_last_words_of_a_runner_that_the_node_ends_are_left_out(
-    tmp_path: Path, loop: asyncio.Runner
+async def test_the_last_words_of_a_runner_that_the_node_ends_are_left_out(
+    tmp_path: Path,
 ) -> None:
-    async def play() -> None:
-        host = faulty(tmp_path, WARNING_AND_STUCK, load_timeout_s=8)
-        supervisor = Supervisor(host, lambda _, why: None)
-        with pytest.raises(LoadFailed, match="did not get on for") as caught:
-            _ = await supervisor.load(last_spec(), lambda _: None)
-        assert "mimo" not in caught.value.message and "last wrote" not in caught.value.message
-
-    loop.run(play())
+    host = faulty(tmp_path, WARNING_AND_STUCK, load_timeout_s=8)
+    supervisor = Supervisor(host, lambda _, why: None)
+    with pytest.raises(LoadFailed, match="did not get on for") as caught:
+        _ = await supervisor.load(last_spec(), lambda _: None)
+    assert "mimo" not in caught.value.message and "last wrote" not in caught.value.message
 
 
-def test_a_runner_that_is_stopped_while_it_loads_is_ended(
-    tmp_path: Path, loop: asyncio.Runner
+async def test_a_runner_that_is_stopped_while_it_loads_is_ended(
+    tmp_path: Path,
 ) -> None:
     """It is not awaited as one whose disk is slow, while another node may have room."""
 
-    async def play() -> None:
-        supervisor = Supervisor(
-            faulty(tmp_path, STUCK, load_timeout_s=600), lambda _, why: exited.append(why)
-        )
-        exited: list[str] = []
+    supervisor = Supervisor(
+        faulty(tmp_path, STUCK, load_timeout_s=600), lambda _, why: exited.append(why)
+    )
+    exited: list[str] = []
 
-        def stop(_: pb.LoadProgress) -> None:
-            os.kill(supervisor.states()[0].pid, signal.SIGSTOP)
-            stopped.append(supervisor.states()[0].pid)
+    def stop(_: pb.LoadProgress) -> None:
+        os.kill(supervisor.states()[0].pid, signal.SIGSTOP)
+        stopped.append(supervisor.states()[0].pid)
 
-        stopped: list[int] = []
-        async with asyncio.timeout(120):
-            with pytest.raises(LoadFailed, match="a signal stopped it for 10 s while it loaded"):
-                _ = await supervisor.load(last_spec(), stop)
-        assert (supervisor.states(), exited) == ([], [])
-        assert stopped and not psutil.pid_exists(stopped[0])
-
-    loop.run(play())
+    stopped: list[int] = []
+    async with asyncio.timeout(120):
+        with pytest.raises(LoadFailed, match="a signal stopped it for 10 s while it loaded"):
+            _ = await supervisor.load(last_spec(), stop)
+    assert (supervisor.states(), exited) == ([], [])
+    assert stopped and not psutil.pid_exists(stopped[0])
 
 
-def test_a_runner_whose_compute_thread_ends_later_is_lost_with_that_reason(
-    tmp_path: Path, loop: asyncio.Runner
+async def test_a_runner_whose_compute_thread_ends_later_is_lost_with_that_reason(
+    tmp_path: Path,
 ) -> None:
-    async def play() -> None:
-        exited: list[RunnerProcess] = []
-        host = faulty(tmp_path, NUMB_LATER)
-        process = RunnerProcess(last_spec(), exited.append, on_answer, LAN)
-        _ = await process.start(host, lambda _: None)
-        (tmp_path / "now").touch()
-        _ = await eventually(lambda: bool(exited), 180)
-        assert "compute thread" in exited[0].error
-        await process.stop()
-
-    loop.run(play())
+    exited: list[RunnerProcess] = []
+    host = faulty(tmp_path, NUMB_LATER)
+    process = RunnerProcess(last_spec(), exited.append, on_answer, LAN)
+    _ = await process.start(host, lambda _: None)
+    (tmp_path / "now").touch()
+    _ = await eventually(lambda: bool(exited), 180)
+    assert "compute thread" in exited[0].error
+    await process.stop()
 
 
-def test_an_idle_runner_that_is_stopped_is_lost_with_that_reason(loop: asyncio.Runner) -> None:
+async def test_an_idle_runner_that_is_stopped_is_lost_with_that_reason() -> None:
     """Nobody asks it anything, so nothing else would notice."""
 
-    async def play() -> None:
-        lost: list[str] = []
-        supervisor = Supervisor(runner_host(), lambda _, why: lost.append(why))
-        ready = await supervisor.load(last_spec(), lambda _: None)
-        os.kill(ready.pid, signal.SIGSTOP)
-        _ = await eventually(lambda: bool(lost), 180)
-        assert "said nothing for 10 s" in lost[0]
-        assert supervisor.states() == []
-        await supervisor.close()
-
-    loop.run(play())
+    lost: list[str] = []
+    supervisor = Supervisor(runner_host(), lambda _, why: lost.append(why))
+    ready = await supervisor.load(last_spec(), lambda _: None)
+    os.kill(ready.pid, signal.SIGSTOP)
+    _ = await eventually(lambda: bool(lost), 180)
+    assert "said nothing for 10 s" in lost[0]
+    assert supervisor.states() == []
+    await supervisor.close()

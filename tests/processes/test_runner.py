@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import mlx.core as mx
 import psutil
 import pytest
 from engines import DEMO, STORY, SUM, last_spec, load_quietly, message, spec
-from runners import KEY, NODE, Child, Placement, eventually, on_answer, runner_host, shared
+from runners import KEY, NODE, Child, Placement, eventually, on_answer, runner_host, running
 from test_load_watch import STUCK
 
 from exo_node.node.machine.timing import LAN
@@ -32,21 +32,16 @@ WITHIN_S = 180.0
 
 
 @pytest.fixture(scope="module")
-def loop() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as runner:
-        yield runner
-
-
-@pytest.fixture(scope="module")
-def one(loop: asyncio.Runner) -> Iterator[Placement]:
-    with shared(
-        loop, (0, 16), native_mtp=True, max_draft_tokens=3, context_length=4096
-    ) as placement:
+async def one() -> AsyncIterator[Placement]:
+    fields: dict[str, Any] = {"native_mtp": True, "max_draft_tokens": 3, "context_length": 4096}
+    async with running((0, 16), **fields) as placement:
         yield placement
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux lists mapped files")
-def test_only_a_generator_loads_the_tokenizers_library(one: Placement, tmp_path: Path) -> None:
+async def test_only_a_generator_loads_the_tokenizers_library(
+    one: Placement, tmp_path: Path
+) -> None:
     library = "tokenizers.abi3.so"
     assert library in Path(f"/proc/{one.processes[0].pid}/maps").read_text()
     with Child(last_spec(), tmp_path / "stderr") as last:
@@ -90,40 +85,32 @@ BAD_REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", BAD_REQUESTS)
-def test_a_bad_request_is_refused_by_the_fields_name(
-    loop: asyncio.Runner, one: Placement, case: str
-) -> None:
+async def test_a_bad_request_is_refused_by_the_fields_name(one: Placement, case: str) -> None:
     param, changes = BAD_REQUESTS[case]
 
-    async def play() -> None:
-        request = one.request(SUM["prompt_ids"])
-        for field in pb.GenerateRequest.DESCRIPTOR.fields_by_name.keys() & changes.keys():
-            request.ClearField(field)  # type: ignore[arg-type]
-        request.MergeFrom(message(**changes))
-        with pytest.raises(InvalidRequest) as caught:
-            async for _ in one.generate(request):
-                pass
-        assert caught.value.param == param
-        good = await one.answer(SUM["prompt"], max_tokens=2)
-        assert good.ids == SUM["greedy_ids"][:2]
-
-    loop.run(play())
-
-
-def test_a_request_name_in_use_is_refused_and_its_first_request_continues(
-    loop: asyncio.Runner, one: Placement
-) -> None:
-    async def play() -> None:
-        first = one.generate(one.request(STORY["prompt"], request="same", max_tokens=30))
-        while (await anext(first)).WhichOneof("event") != "delta":
+    request = one.request(SUM["prompt_ids"])
+    for field in pb.GenerateRequest.DESCRIPTOR.fields_by_name.keys() & changes.keys():
+        request.ClearField(field)  # type: ignore[arg-type]
+    request.MergeFrom(message(**changes))
+    with pytest.raises(InvalidRequest) as caught:
+        async for _ in one.generate(request):
             pass
-        with pytest.raises(InvalidRequest, match="running already") as caught:
-            _ = await one.answer(SUM["prompt"], request="same")
-        assert caught.value.param == "request"
-        *_, last = [event async for event in first]
-        assert last.finished.reason == "length"
+    assert caught.value.param == param
+    good = await one.answer(SUM["prompt"], max_tokens=2)
+    assert good.ids == SUM["greedy_ids"][:2]
 
-    loop.run(play())
+
+async def test_a_request_name_in_use_is_refused_and_its_first_request_continues(
+    one: Placement,
+) -> None:
+    first = one.generate(one.request(STORY["prompt"], request="same", max_tokens=30))
+    while (await anext(first)).WhichOneof("event") != "delta":
+        pass
+    with pytest.raises(InvalidRequest, match="running already") as caught:
+        _ = await one.answer(SUM["prompt"], request="same")
+    assert caught.value.param == "request"
+    *_, last = [event async for event in first]
+    assert last.finished.reason == "length"
 
 
 # ------------------------------------------------------------------- failures
@@ -198,35 +185,29 @@ def test_a_load_that_fails_is_reported_and_ends_the_process_without_a_traceback(
         assert "Traceback" not in child.stderr
 
 
-def test_a_failed_load_leaves_neither_state_nor_process(
-    tmp_path: Path, loop: asyncio.Runner
+async def test_a_failed_load_leaves_neither_state_nor_process(
+    tmp_path: Path,
 ) -> None:
-    async def play() -> None:
-        exited: list[str] = []
-        supervisor = Supervisor(runner_host(), lambda _, why: exited.append(why))
-        children = psutil.Process().children
-        before = {child.pid for child in children()}
-        with pytest.raises(InvalidCheckpoint, match=SHARD):
-            _ = await supervisor.load(spec(demo_with(tmp_path, truncate_shard)), lambda _: None)
-        assert supervisor.states() == []
-        assert exited == []
-        assert {child.pid for child in children()} <= before
-
-    loop.run(play())
+    exited: list[str] = []
+    supervisor = Supervisor(runner_host(), lambda _, why: exited.append(why))
+    children = psutil.Process().children
+    before = {child.pid for child in children()}
+    with pytest.raises(InvalidCheckpoint, match=SHARD):
+        _ = await supervisor.load(spec(demo_with(tmp_path, truncate_shard)), lambda _: None)
+    assert supervisor.states() == []
+    assert exited == []
+    assert {child.pid for child in children()} <= before
 
 
-def test_a_runner_that_dies_while_it_loads_is_a_failed_load(loop: asyncio.Runner) -> None:
-    async def play() -> None:
-        process = RunnerProcess(spec(), lambda _: None, on_answer, LAN)
-        loading = asyncio.ensure_future(process.start(runner_host(), lambda _: None))
-        _ = await eventually(lambda: process.pid > 0, WITHIN_S)
-        os.kill(process.pid, signal.SIGKILL)
-        with pytest.raises(LoadFailed, match="demo, layers 0-15, was ended by signal 9"):
-            _ = await loading
-        assert process.status == "failed"
-        await process.stop()
-
-    loop.run(play())
+async def test_a_runner_that_dies_while_it_loads_is_a_failed_load() -> None:
+    process = RunnerProcess(spec(), lambda _: None, on_answer, LAN)
+    loading = asyncio.ensure_future(process.start(runner_host(), lambda _: None))
+    _ = await eventually(lambda: process.pid > 0, WITHIN_S)
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(LoadFailed, match="demo, layers 0-15, was ended by signal 9"):
+        _ = await loading
+    assert process.status == "failed"
+    await process.stop()
 
 
 # --------------------------------------------------------------------- ending
@@ -241,14 +222,11 @@ def test_a_runner_ends_with_its_node_while_it_loads(tmp_path: Path) -> None:
         assert child.process.wait(WITHIN_S) == 0
 
 
-def test_a_runner_ends_with_its_node_in_the_middle_of_an_answer(
-    tmp_path: Path, loop: asyncio.Runner
-) -> None:
-    async def answering(ready: pb.LoadReady) -> None:
-        channels = Channels(runner_credentials(NODE, KEY))
-        stub = peer_pb2_grpc.GeneratorStub(
-            channels.to(f"127.0.0.1:{ready.port}", runner_name(NODE))
-        )
+async def test_a_runner_ends_with_its_node_in_the_middle_of_an_answer(tmp_path: Path) -> None:
+    channels = Channels(runner_credentials(NODE, KEY))
+    with Child(spec(batching=False), tmp_path / "stderr") as child:
+        port = child.until("ready").ready.port
+        stub = peer_pb2_grpc.GeneratorStub(channels.to(f"127.0.0.1:{port}", runner_name(NODE)))
         request = message(
             placement="p1",
             request="r1",
@@ -266,9 +244,6 @@ def test_a_runner_ends_with_its_node_in_the_middle_of_an_answer(
         _ = await eventually(lambda: child.process.poll() is not None, max(5.0, whole_s / 4))
         call.cancel()
         await channels.close()
-
-    with Child(spec(batching=False), tmp_path / "stderr") as child:
-        loop.run(answering(child.until("ready").ready))
 
 
 def test_a_stopped_runner_exits_cleanly_and_keeps_compiled_code(tmp_path: Path) -> None:
@@ -308,20 +283,17 @@ def seeded_cache(tmp_path: Path) -> Path:
     return fused_folder
 
 
-def test_a_requested_stop_is_no_failure(loop: asyncio.Runner) -> None:
-    async def play() -> None:
-        exited: list[RunnerProcess] = []
-        process = RunnerProcess(last_spec(), exited.append, on_answer, LAN)
-        _ = await process.start(runner_host(), lambda _: None)
-        pid = process.pid
-        await process.stop()
-        assert not psutil.pid_exists(pid)
-        assert exited == []
-
-    loop.run(play())
+async def test_a_requested_stop_is_no_failure() -> None:
+    exited: list[RunnerProcess] = []
+    process = RunnerProcess(last_spec(), exited.append, on_answer, LAN)
+    _ = await process.start(runner_host(), lambda _: None)
+    pid = process.pid
+    await process.stop()
+    assert not psutil.pid_exists(pid)
+    assert exited == []
 
 
-def test_a_runner_inherits_no_variables_of_its_node(one: Placement) -> None:
+async def test_a_runner_inherits_no_variables_of_its_node(one: Placement) -> None:
     environment = psutil.Process(one.processes[0].pid).environ()
     assert not [name for name in environment if name.startswith("EXO_")]
     assert environment["HF_HUB_OFFLINE"] == "1"
