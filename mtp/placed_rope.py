@@ -65,7 +65,11 @@ class RopePositions:
 
     def joined(self, rows: int, mask: Any, cache: Any) -> Any:
         """The mask of a layer in the next forward, of `rows` rows; computed once for all layers
-        that get the same. `cache` gives one where a layer gets the word "causal"."""
+        that get the same. `cache` gives one where a layer gets the word "causal".
+
+        A mask whose rows see rows after them has three dimensions, (1, n, keys): no row of it may
+        be computed over the keys of a single step.
+        """
         if self._later is None or rows == 1:
             return mask
         key = mask if isinstance(mask, str) else id(mask)
@@ -76,7 +80,7 @@ class RopePositions:
                 else mask
             )
             later = mx.pad(self._later[:rows, :rows], [(0, 0), (own_mask.shape[-1] - rows, 0)])
-            self._masks[key] = mask, own_mask | later
+            self._masks[key] = mask, (own_mask | later)[None]
         return self._masks[key][1]
 
     def shifted(self, offset: int | mx.array) -> int | mx.array:
@@ -170,18 +174,6 @@ def _derive(layer: nn.Module, mixin: type[nn.Module], **attributes: Any) -> None
     layer.__class__ = type(kind.__name__, (mixin, kind), {})
     for name, value in attributes.items():
         setattr(layer, name, value)
-
-
-def rope_of_rows(rope: Any, first: Sequence[int]) -> tuple[Any, Sequence[int]]:
-    """A rope that takes positions as they are, and the first position of each request's rows.
-
-    `first`: the number of each request's first row.
-    """
-    if not isinstance(rope, PlacedRope):
-        return rope, first
-    deltas = [*rope.positions.deltas] * (len(first) if len(rope.positions.deltas) == 1 else 1)
-    plain = super(PlacedRope, rope).__call__
-    return plain, [row + delta for row, delta in zip(first, deltas, strict=True)]
 
 
 def is_in_three(rope: Any) -> bool:

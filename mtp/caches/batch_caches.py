@@ -14,7 +14,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCach
 from .batch_slots import ROOM, Change, copy_moving, pad_rows, place_rows, reorder, room_for
 from .positions import Positions
 from .rollback import TapedCache, holds_rows, kept_row_index, state_arrays
-from .window import WindowCache, oldest_kept_row
+from .window import KeySpan, WindowCache, key_span, oldest_kept_row
 
 
 class _BatchRows:
@@ -97,11 +97,6 @@ class BatchKVCache(_BatchRows):
     def values(self, array: mx.array) -> None:
         self.arrays[1] = array
 
-    @property
-    def known_rows(self) -> list[int] | None:
-        """The rows of each request, or None where only the device counts them."""
-        return None if self._positions.on_device else self._positions.rows
-
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self._append((keys, values))
         return self.keys_and_values()
@@ -110,6 +105,16 @@ class BatchKVCache(_BatchRows):
         """The rows that the last forward read, for layers that attend to another layer's cache."""
         keys, values = self._read()
         return keys, values
+
+    def key_spans(self, rows: int) -> list[list[KeySpan]] | None:
+        """The span of each of the `rows` rows of each request in the rows that were read.
+
+        Call it in a forward, after its rows were written. None where only the device counts them.
+        """
+        if self._positions.on_device:
+            return None
+        counts = self._positions.rows
+        return [[KeySpan(0, count + i + 1, True) for i in range(rows)] for count in counts]
 
     def of(self, index: int) -> KVCache:
         """One request's cache, of views."""
@@ -171,6 +176,13 @@ class BatchWindowCache(BatchKVCache):
         """See `BatchKVCache.make_mask`."""
         self._drop_rows(rows)  # as the forward after the mask would
         return super().make_mask(rows, return_array, window_size or self._size)
+
+    def key_spans(self, rows: int) -> list[list[KeySpan]]:
+        """See `BatchKVCache.key_spans`."""
+        pairs = zip(self._starts, self._positions.rows, strict=True)
+        return [
+            [key_span(count + i, self._size, start) for i in range(rows)] for start, count in pairs
+        ]
 
     def of(self, index: int) -> WindowCache:
         """One request's cache, of views."""

@@ -8,7 +8,7 @@ of rows and single steps sum the same numbers in the same groups.
 """
 
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
@@ -33,6 +33,20 @@ def oldest_row(offset: int, window: int) -> int:
 def oldest_kept_row(offset: int, window: int) -> int:
     """The first row that must stay so that MAX_ROLLBACK_ROWS can be taken back."""
     return oldest_row(max(0, offset - MAX_ROLLBACK_ROWS), window)
+
+
+class KeySpan(NamedTuple):
+    """The keys that one row reads in its single step, `first` to `end` of those that were read."""
+
+    first: int
+    end: int
+    sees_all: bool = False
+    """Whether the row's mask hides none of them; False where only the mask tells."""
+
+
+def key_span(row: int, window: int, origin: int) -> KeySpan:
+    """The span of the row after `row` rows, counted from row `origin`."""
+    return KeySpan(oldest_row(row, window) - origin, row + 1 - origin, row < window)
 
 
 class WindowCache(KVCache):
@@ -83,6 +97,11 @@ class WindowCache(KVCache):
         assert self.keys is not None and self.values is not None
         rows = slice(self._read_from - self.start, self.offset - self.start)
         return self.keys[..., rows, :], self.values[..., rows, :]
+
+    def key_spans(self, rows: int) -> list[KeySpan]:
+        """The span of each of the last `rows` rows in the rows that the last forward read."""
+        ends = range(self.offset - rows, self.offset)
+        return [key_span(row, self.max_size, self._read_from) for row in ends]
 
     @property
     def state(self) -> tuple[Any, ...]:

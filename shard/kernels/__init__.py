@@ -1,7 +1,6 @@
 """Our own kernels, each tried against MLX's before it is used, and the compilation of both.
 
 alias.py: eight bytes that replace a kernel's code in its launches
-attention.py: MLX's attention of a few rows, row by row
 attention_choice.py: chooses the attention of a few rows
 chunked_delta.py: the gated delta rule over a prompt in plain MLX operations
 code_store.py: machine code on disk
@@ -15,7 +14,9 @@ fused_code.py: a private folder for the code that MLX compiles
 gated_delta.py: the recurrence of a gated delta layer, and the layer around it
 install.py: installs all of them in a loaded model
 kernel_choice.py: chooses the CUDA kernel of each layer
+key_sets.py: measures up to how many rows and keys attention has the bits of single rows
 layers.py: decoder layers that are traced once for each number of rows
+own_keys.py: attention of a few rows, each over the keys of its single step
 product.py: products of a few rows with dense weights and those of 4 and 8 bits
 row_attention.py: attention of a few rows in kernels of our own
 row_groups.py: products that compute their rows in groups that agree

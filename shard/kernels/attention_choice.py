@@ -1,4 +1,4 @@
-"""Chooses the attention for a few rows: our kernels, MLX's row by row, or MLX's for all rows."""
+"""Chooses the attention of a few rows: our kernels, or MLX's, perhaps row by row (`own_keys`)."""
 
 from collections.abc import Sequence
 from typing import Any, Final, cast
@@ -8,7 +8,7 @@ from mlx import nn
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
-from . import attention, row_attention
+from . import row_attention
 from .product import JointProducts
 from .trial import (
     FEW,
@@ -33,19 +33,17 @@ def choose_attention(modules: Sequence[nn.Module], clock: Clock) -> list[KernelC
         return row_attention.heads_of(module) if type(module) is Qwen3NextAttention else None
 
     kinds = group_modules(modules, kind_of)
-    return [each for kind, layers in kinds.items() for each in _choose_for(kind, layers, clock)]
+    return [_choose_for(kind, layers, clock) for kind, layers in kinds.items()]
 
 
 def _choose_for(
     kind: row_attention.AttentionHeads, layers: list[Any], clock: Clock
-) -> list[KernelChoice]:
-    name, shape = "row_attention", f"attention of {kind}"
+) -> KernelChoice:
     if why := row_attention.unfit(layers[0]):
         trial = Trial(len(layers), why)
     else:
         trial = _try_own(kind, layers, clock)
-    chosen = choice(name, shape, trial)
-    return [chosen] if chosen.used else [chosen, _choose_single_rows(shape, layers)]
+    return choice("row_attention", f"attention of {kind}", trial)
 
 
 def _try_own(kind: row_attention.AttentionHeads, layers: list[Any], clock: Clock) -> Trial:
@@ -77,22 +75,6 @@ def _try_own(kind: row_attention.AttentionHeads, layers: list[Any], clock: Clock
         for layer, kind_of in zip(layers, classes, strict=True):
             layer.__class__ = kind_of
     return trial
-
-
-def _choose_single_rows(shape: str, layers: list[Any]) -> KernelChoice:
-    """Chooses MLX's kernels a row at a time if a block's rows differ from single steps."""
-    first = layers[0]
-    # MLX may take cuDNN for a single row.
-    cudnn = first.head_dim <= 128 and first.q_norm.weight.dtype in (mx.float16, mx.bfloat16)
-    if not cudnn and _rows_agree(first):
-        reason = "its rows are those of single steps here"
-        return KernelChoice("attention", shape, len(layers), False, reason)
-    for layer in layers:
-        layer.__class__ = attention.SingleRowAttention
-    after = "are" if _rows_agree(first) else "are still not (see product)"
-    before = "MLX would take cuDNN for some steps" if cudnn else "its rows in blocks were others"
-    reason = f"{before}; rows of blocks {after} those of single steps"
-    return KernelChoice("attention", shape, len(layers), True, reason)
 
 
 def random_past(kind: row_attention.AttentionHeads, rows: int) -> tuple[mx.array, mx.array]:

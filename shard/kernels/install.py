@@ -10,6 +10,7 @@ from ...mtp.caches.window import MAX_ROLLBACK_ROWS
 from .chunked_delta import use_chunks
 from .cpu_products import choose_products
 from .kernel_choice import Mode, choose_kernels
+from .own_keys import group_keys
 from .row_groups import MeasuredRows, group_rows
 from .trial import KernelChoice
 
@@ -22,13 +23,15 @@ def install(
     products: Sequence[nn.Module] = (),
     dtype: mx.Dtype = mx.float32,
     agreeing: MeasuredRows | None = None,
+    two_rows: Callable[[], object] | None = None,
 ) -> tuple[KernelChoice, ...]:
     """Chooses the kernels of `parts`, a stage's modules of `model`; `used` gives their names.
 
     Call it before anything is probed or timed: a kernel's first use compiles it.
     `note` gets a line before work that may take a minute the first time. `products`: modules whose
     rows must not depend on each other, those that a step of the target computes. `dtype`: that of
-    hidden states. `agreeing`: see `group_rows`.
+    hidden states. `agreeing`: see `group_rows`. `two_rows` builds the graph of a forward of two
+    rows through `products`, from which the kinds of their attention are taken.
     """
     if mx.default_device() == mx.Device(mx.cpu):
         # By CPU time: on a busy machine, wall time depends on the other processes.
@@ -41,6 +44,8 @@ def install(
         choices += (
             KernelChoice("chunked_delta", rows, layers, True, "MLX would loop over the rows"),
         )
+    if mode == "auto" and two_rows is not None:
+        choices += group_keys(products, two_rows)
     return choices + (
         group_rows(products, dtype, time.perf_counter, agreeing) if mode == "auto" else ()
     )

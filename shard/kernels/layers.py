@@ -63,7 +63,7 @@ class RowsLayer(nn.Module):
             *output, window, last, states, state = self.before(x, *recurrence)
             mixer.commit(cache, rows, recurrence, (window, last, states, state))
         else:
-            first = mixer.first_positions(cache, x)
+            first = mixer.first_positions(cache, batch)
             wide, q, k, v = self.before(x, mixer.rope_positions(first))
             output = self.after(mixer.attend(wide, q, k, v, first, cache), x)
         y = self.finish(output)

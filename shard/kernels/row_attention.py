@@ -9,9 +9,9 @@ from typing import Any, Final, cast
 import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.cache import KVCache
+from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
 from ...mtp.placed_rope import PlacedRope, is_in_three
-from .attention import SingleRowAttention, make_room
 from .cuda import TYPES, CudaKernel
 from .product import JointProducts
 
@@ -139,7 +139,7 @@ def _kernels(
     return prepare, attend, join
 
 
-class KernelAttention(SingleRowAttention):
+class KernelAttention(Qwen3NextAttention):
     """Qwen's gated attention for up to MAX_ROWS rows over a plain or a left-aligned batch cache.
 
     The `offset` (B,) of a batch cache is the end of each sequence.
@@ -154,7 +154,7 @@ class KernelAttention(SingleRowAttention):
     ) -> mx.array:
         if not self.takes(x.shape[1], mask, cache):
             return super().__call__(x, mask, cache)
-        first = self.first_positions(cache, x)
+        first = self.first_positions(cache, x.shape[0])
         wide, q, k, v = self.project(x, self.rope_positions(first))
         return cast("Any", self).o_proj(self.attend(wide, q, k, v, first, cache))
 
@@ -164,13 +164,9 @@ class KernelAttention(SingleRowAttention):
         fits = rows <= MAX_ROWS and not is_in_three(cast("Any", self).rope)
         return fits and (alone or getattr(cache, "left_aligned", False))
 
-    def first_positions(self, cache: Any, x: mx.array) -> mx.array:
-        """The position of each sequence's first new row, (B,). Makes room for the rows."""
-        if type(cache) is not KVCache:
-            return cache.offset
-        m, (batch, rows, _) = cast("Any", self), x.shape
-        make_room(cache, rows, (batch, m.num_key_value_heads, m.head_dim), x.dtype)
-        return positions(cache.offset, batch)
+    def first_positions(self, cache: Any, batch: int) -> mx.array:
+        """The position of each sequence's first new row, (B,)."""
+        return positions(cache.offset, batch) if type(cache) is KVCache else cache.offset
 
     def rope_positions(self, first: mx.array) -> mx.array:
         """The rotary positions of the first new rows, by `first_positions`."""

@@ -139,7 +139,7 @@ def _load(
     if generator:
         tower, images = load_tower(checkpoint, vision, dtype, spec.end_layer)
     read = bytes_read() - read_before
-    kernels = _choose_kernels(spec, stage, head, report, checkpoint.fingerprint)
+    kernels = _choose_kernels(spec, stage, head, report, checkpoint.fingerprint, limits)
     return Loaded(
         model=stage,
         expected=limits,
@@ -172,7 +172,12 @@ def _codec(folder: Path) -> "TextCodec":
 
 
 def _choose_kernels(
-    spec: pb.StageSpec, stage: StageModel, head: Any, report: Report, fingerprint: str
+    spec: pb.StageSpec,
+    stage: StageModel,
+    head: Any,
+    report: Report,
+    fingerprint: str,
+    limits: StageLimits,
 ) -> tuple[KernelChoice, ...]:
     parts: list[nn.Module] = stage.own_layers
     family = family_of(stage.model) if spec.stage == 0 else None
@@ -181,6 +186,11 @@ def _choose_kernels(
     stored = StoredRows(spec.profile_folder, fingerprint)
     earlier = stored.read()
     rows = dict(earlier)
+
+    def two_rows() -> mx.array:
+        hidden = mx.zeros((1, 2, limits.hidden_size), DTYPES[spec.dtype])
+        return stage.hidden(mx.zeros((1, 2), mx.int32), hidden, stage.make_caches())
+
     choices = install(
         stage.model,
         parts,
@@ -189,6 +199,7 @@ def _choose_kernels(
         [] if spec.pooling else stage.own_modules(outer=spec.stage == 0),
         DTYPES[spec.dtype],
         rows,
+        None if spec.pooling else two_rows,
     )
     if rows != earlier:
         stored.write(rows)

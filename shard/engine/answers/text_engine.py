@@ -16,7 +16,7 @@ from ....mtp.schedule import Schedule
 from ....mtp.targets import FamilyTarget, WholeTarget
 from ....mtp.types import CacheTier, FinishReason, GenerationStats
 from ....placement.errors import InvalidRequest
-from ...kernels import row_groups
+from ...kernels import own_keys, row_groups
 from ...kernels.install import used
 from ...model.load import Loaded
 from ...model.tower import embedding_of
@@ -105,8 +105,9 @@ class TextEngine:
         )
         caches = stage.make_caches()
         self.lookup = LookupControl(options, stage.model, caches, is_whole=link is None)
-        # Grouped products compute many rows of one request as one call, padding included.
-        is_grouped = not {row_groups.NAME, row_groups.SINGLE}.isdisjoint(self._kernels)
+        # Many rows of one request are one call of products and attention, padding included.
+        one_call = {row_groups.NAME, row_groups.SINGLE, own_keys.NAME}
+        is_grouped = not one_call.isdisjoint(self._kernels)
         self._can_batch_prompts = family is not None and can_batch(caches) and not is_grouped
         self._prefixes = PrefixStore(
             options.prefix_cache_bytes, stage.make_caches, prefix_disk, self._schedule.turn_ends

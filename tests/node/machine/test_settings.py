@@ -347,6 +347,15 @@ def test_macs_of_different_age_multiply_float32_alike(
     assert runner_environment({"MLX_ENABLE_TF32": "1"}).get("MLX_ENABLE_TF32") == value
 
 
+@pytest.mark.parametrize(("system", "value"), [("darwin", None), ("linux", "0")])
+def test_runners_on_cuda_take_no_attention_of_cudnn(
+    monkeypatch: pytest.MonkeyPatch, system: str, value: str | None
+) -> None:
+    monkeypatch.setattr(sys, "platform", system)
+    name = "MLX_CUDA_USE_CUDNN_SDPA"
+    assert runner_environment({name: "1"}).get(name) == value
+
+
 def test_variables_of_a_file_are_those_that_are_not_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

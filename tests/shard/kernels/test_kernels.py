@@ -13,19 +13,16 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 from mlx_lm.models import qwen3_5
-from mlx_lm.models.cache import KVCache
 from plain_gated_delta import PlainGatedDelta, give_kernel
 
-from exo_node.mtp.caches.batch_caches import left_aligned
-from exo_node.mtp.caches.positions import Positions
 from exo_node.mtp.caches.rollback import TapedCache, with_tapes
 from exo_node.mtp.families.table import prepare
 from exo_node.shard.kernels import (
-    attention,
     gated_delta,
     kernel_choice,
     layers,
     product,
+    row_attention,
     trial,
 )
 from exo_node.shard.kernels.install import used
@@ -124,7 +121,7 @@ def test_the_setting_turns_them_off_and_says_so(
     [chosen] = kernel_choice.choose_kernels([model], "mlx", clock(), lambda _: None)
     assert not chosen.used and "EXO_KERNELS" in chosen.reason
     assert not any(
-        isinstance(module, product.RowsLinear | attention.SingleRowAttention)
+        isinstance(module, product.RowsLinear | row_attention.KernelAttention)
         for _, module in model.named_modules()
     )
 
@@ -321,94 +318,3 @@ def test_kernels_that_run_are_named_once_and_refused_ones_not_at_all() -> None:
     choices = [trial.KernelChoice(kernel, "x", 1, used, "") for kernel, used in shapes]
     assert used(choices) == ("attention", "product")
     assert used(choices[3:]) == ()
-
-
-@pytest.mark.parametrize("rows", [2, 4, 16])
-def test_attention_of_single_rows_is_attention(model: qwen3_5.Model, rows: int) -> None:
-    layer: Any = model.language_model.model.layers[3].self_attn
-    before, x = mx.random.normal((1, 9, 64)), mx.random.normal((1, rows, 64))
-    caches = [KVCache(), KVCache(), KVCache()]
-    for cache in caches:
-        layer(before, "causal", cache)
-    expected = layer(x, "causal", caches[0])
-    layer.__class__ = attention.SingleRowAttention
-    got = layer(x, "causal", caches[1])
-    each = [layer(x[:, i : i + 1], None, caches[2]) for i in range(rows)]
-    assert mx.allclose(expected, got, rtol=1e-4, atol=1e-5).item()
-    assert mx.allclose(mx.concatenate(each, axis=1), got, rtol=1e-5, atol=1e-6).item()
-    assert caches[1].offset == caches[0].offset == 9 + rows
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_attention_row_by_row_in_a_batch_is_that_of_each_request_alone(
-    model: qwen3_5.Model, rows: int
-) -> None:
-    """With a mask over the longest request MLX would choose other kernels on a GPU."""
-    layer: Any = model.language_model.model.layers[3].self_attn
-    layer.__class__ = attention.SingleRowAttention
-    alone = [KVCache() for _ in range(3)]
-    for cache, past in zip(alone, (9, 40, 1), strict=True):
-        layer(mx.random.normal((1, past, 64), key=mx.random.key(past)), "causal", cache)
-    positions = Positions([cache.offset for cache in alone])
-    [together] = left_aligned([[cache] for cache in alone], positions)
-    x = mx.random.normal((3, rows, 64))
-    expected = [
-        mx.concatenate([layer(x[b : b + 1, i : i + 1], None, cache) for i in range(rows)], axis=1)
-        for b, cache in enumerate(alone)
-    ]
-    got = layer(x, None, together)
-    positions.advance([rows] * 3)
-    assert mx.array_equal(mx.concatenate(expected), got).item()
-    for b, cache in enumerate(alone):
-        read = together.of(b)
-        assert isinstance(read, KVCache) and read.offset == cache.offset
-        for mine, theirs in zip(cache.keys_and_values(), read.keys_and_values(), strict=True):
-            assert mine is not None and theirs is not None
-            assert mx.array_equal(mine, theirs).item()
-
-
-@pytest.mark.parametrize("prompt", [1, 9, 250, 256, 512])
-def test_the_size_of_a_buffer_never_lets_mlx_take_cudnn(model: qwen3_5.Model, prompt: int) -> None:
-    """cuDNN reads buffers of a multiple of 256 rows, which drafts would make or avoid."""
-    layer: Any = model.language_model.model.layers[3].self_attn
-    layer.__class__ = attention.SingleRowAttention
-    x = mx.random.normal((1, 40, 64))
-    stepped, blocks = KVCache(), KVCache()
-    for cache in (stepped, blocks):
-        layer(mx.random.normal((1, prompt, 64), key=mx.random.key(1)), "causal", cache)
-    expected = [layer(x[:, i : i + 1], None, stepped) for i in range(40)]
-    got: list[mx.array] = []
-    for start in range(0, 40, 3):
-        got.append(layer(x[:, start : start + 4], "causal", blocks)[:, :3])
-        if start + 4 <= 40:
-            blocks.trim(1)
-        for cache in (stepped, blocks):
-            assert cache.keys is not None and cache.values is not None
-            assert cache.keys.shape[2] % 256 and cache.values.shape == cache.keys.shape
-    assert mx.allclose(mx.concatenate(expected, 1), mx.concatenate(got, 1), atol=1e-5).item()
-
-
-def test_a_buffer_that_somebody_else_filled_gets_another_size_with_its_rows() -> None:
-    cache = KVCache()
-    cache.state = (mx.ones((1, 2, 512, 8)), mx.ones((1, 2, 512, 8)) * 2, 300)
-    attention.make_room(cache, 1, (1, 2, 8), mx.float32)
-    keys, values = cache.keys_and_values()
-    assert keys is not None and values is not None and cache.keys is not None
-    assert cache.keys.shape[2] == 520 and cache.offset == 300
-    assert mx.array_equal(keys, mx.ones((1, 2, 300, 8))).item()
-    assert mx.array_equal(values, mx.ones((1, 2, 300, 8)) * 2).item()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "cudnn"), [(mx.bfloat16, True), (mx.float16, True), (mx.float32, False)]
-)
-def test_attention_that_cudnn_may_take_is_replaced_although_its_rows_agree(
-    model: qwen3_5.Model, on_gpu: dict[str, Any], dtype: mx.Dtype, cudnn: bool
-) -> None:
-    """MLX's choice depends on the buffers of an answer, which no trial has."""
-    del on_gpu
-    model.set_dtype(dtype)
-    chosen = kernel_choice.choose_kernels([model], "auto", clock(), lambda _: None)
-    [choice] = [c for c in chosen if c.kernel == "attention"]
-    assert "cuDNN" in choice.reason if cudnn else "cuDNN" not in choice.reason
-    assert choice.used or not cudnn

@@ -1,0 +1,202 @@
+"""Attention of a few rows, each by itself over the keys that its single step would read.
+
+MLX chooses the kernel of attention by the number of rows and of keys, and each kernel sums in its
+own order: on Metal from some border of keys on, on CUDA always. Where a measurement finds that, the
+name `scaled_dot_product_attention` in the modules of the model's layers is replaced, so this works
+for every class of mlx-lm whose caches keep one row for each token, plain, with a window, or of a
+batch.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, cast
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models.base import scaled_dot_product_attention as stock
+from mlx_lm.models.cache import KVCache
+
+from ...mtp.caches.batch_caches import BatchKVCache
+from ...mtp.caches.window import MAX_ROLLBACK_ROWS, KeySpan, WindowCache
+from . import row_groups
+from .cuda import available
+from .key_sets import AttentionKind, RowLimits, agreeing_limits
+from .trial import KernelChoice
+
+NAME: Final = "own_keys"
+_SEAM: Final = stock.__name__
+
+
+def group_keys(modules: Sequence[nn.Module], run: Callable[[], object]) -> tuple[KernelChoice, ...]:
+    """Measures each kind of attention in `modules` and replaces it where rows of blocks differ.
+
+    `run` builds the graph of a forward of two rows; nothing of it is computed. Returns the kinds
+    that are computed row by row. Measures nothing on CPUs, where rows agree.
+    """
+    if not (row_groups.may_depend_on_rows() or available()):
+        return ()
+    attention = OwnKeys()
+    names = _modules_of(modules)
+    _set(names, attention.record)
+    try:
+        _ = run()
+    finally:
+        _set(names, stock)
+    attention.measure(_attend)
+    differing = [kind for kind, limits in attention.limits.items() if not limits.is_all]
+    if differing:
+        _set(names, attention)
+    return tuple(
+        KernelChoice(NAME, str(kind), attention.calls[kind], True, str(attention.limits[kind]))
+        for kind in differing
+    )
+
+
+def _modules_of(layers: Iterable[nn.Module]) -> list[Any]:
+    """The Python modules of the layers' classes that call mlx-lm's attention by its name."""
+    names = {kind.__module__ for layer in layers for kind in type(layer).__mro__}
+    modules = [sys.modules[name] for name in sorted(names)]
+    return [each for each in modules if hasattr(each, _SEAM)]
+
+
+def _set(modules: Iterable[Any], function: Callable[..., mx.array]) -> None:
+    for module in modules:
+        setattr(module, _SEAM, function)
+
+
+class OwnKeys:
+    """Attention in place of mlx-lm's function: whole blocks within `limits`, else row by row."""
+
+    def __init__(self) -> None:
+        self.limits: dict[AttentionKind, RowLimits] = {}
+        """Kinds that were not measured are computed row by row."""
+        self.calls: dict[AttentionKind, int] = {}
+        """The number of layers of each kind."""
+
+    def __call__(
+        self,
+        queries: mx.array,
+        keys: Any,
+        values: Any,
+        cache: Any,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        spans = spans_of(queries, keys, cache, mask)
+        if spans is None or self._may_be_whole(queries, keys, values, cache, sinks):
+            return stock(queries, keys, values, cache, scale, mask, sinks)
+        return row_by_row(queries, keys, values, spans, scale, mask, sinks)
+
+    def _may_be_whole(
+        self, queries: mx.array, keys: mx.array, values: mx.array, cache: Any, sinks: Any
+    ) -> bool:
+        limits = self.limits.get(_kind_of(queries, keys, values, cache, sinks), RowLimits(0, 0))
+        return queries.shape[2] <= limits.rows and keys.shape[2] <= limits.keys
+
+    def record(
+        self,
+        queries: mx.array,
+        keys: Any,
+        values: Any,
+        cache: Any,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """mlx-lm's attention; notes the kind of the call."""
+        if spans_of(queries, keys, cache, mask) is not None:
+            kind = _kind_of(queries, keys, values, cache, sinks)
+            self.calls[kind] = self.calls.get(kind, 0) + 1
+        return stock(queries, keys, values, cache, scale, mask, sinks)
+
+    def measure(self, attend: Callable[..., tuple[mx.array, mx.array]]) -> None:
+        """Measures the limits of the kinds that were recorded."""
+        self.limits = {kind: agreeing_limits(kind, attend) for kind in self.calls}
+
+
+def _kind_of(
+    queries: mx.array, keys: mx.array, values: mx.array, cache: Any, sinks: Any
+) -> AttentionKind:
+    window = getattr(cache, "max_size", None)
+    return AttentionKind(
+        queries.shape[1],
+        keys.shape[1],
+        queries.shape[3],
+        values.shape[3],
+        queries.dtype,
+        has_sinks=sinks is not None,
+        window=window if isinstance(window, int) else 0,
+    )
+
+
+def spans_of(queries: mx.array, keys: Any, cache: Any, mask: Any) -> list[list[KeySpan]] | None:
+    """The keys that each row of each request would read in its single step.
+
+    None where the call is one: a single step, a chunk of a prompt, rows of an image that see each
+    other (`RopePositions.joined`), or keys that are quantised or that a cache of another kind
+    keeps.
+    """
+    batch, rows = queries.shape[0], queries.shape[2]
+    if rows > MAX_ROLLBACK_ROWS or not isinstance(keys, mx.array):
+        return None
+    if isinstance(mask, mx.array) and mask.ndim not in (2, 4):
+        return None
+    if isinstance(cache, BatchKVCache):
+        return cache.key_spans(rows)
+    if rows == 1:
+        return None
+    if type(cache) is WindowCache:
+        return [cache.key_spans(rows)]
+    if type(cache) is KVCache or mask == "causal":
+        past = keys.shape[2] - rows
+        return [[KeySpan(0, past + i + 1) for i in range(rows)]] * batch
+    return None
+
+
+def row_by_row(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    spans: Sequence[Sequence[KeySpan]],
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Attention in one call for each row, (B, heads, n, D); `spans`: each row's keys."""
+
+    def attend(b: int, i: int, span: KeySpan) -> mx.array:
+        one, read = slice(b, b + 1), slice(span.first, span.end)
+        return mx.fast.scaled_dot_product_attention(
+            queries[one, :, i : i + 1],
+            keys[one, :, read],
+            values[one, :, read],
+            scale=scale,
+            mask=_mask_of(mask, b, i, span),
+            sinks=sinks,
+        )
+
+    requests = [
+        mx.concatenate([attend(b, i, span) for i, span in enumerate(rows)], axis=2)
+        for b, rows in enumerate(spans)
+    ]
+    return requests[0] if len(requests) == 1 else mx.concatenate(requests)
+
+
+def _mask_of(mask: Any, b: int, i: int, span: KeySpan) -> mx.array | None:
+    """The mask of one row's single step: none where it sees all of its keys."""
+    if not isinstance(mask, mx.array) or (span.sees_all and mask.dtype == mx.bool_):
+        return None
+    row = mask[..., i : i + 1, span.first : span.end]
+    return row[b : b + 1] if row.ndim == 4 and row.shape[0] > 1 else row
+
+
+def _attend(
+    queries: mx.array, keys: mx.array, values: mx.array, cache: Any, mask: Any, sinks: Any
+) -> tuple[mx.array, mx.array]:
+    """The attention of a block: mlx-lm's, and row by row."""
+    scale, spans = queries.shape[3] ** -0.5, spans_of(queries, keys, cache, mask)
+    whole = stock(queries, keys, values, cache, scale, mask, sinks)
+    return whole, row_by_row(
+        queries, keys, values, cast("list[list[KeySpan]]", spans), scale, mask, sinks
+    )

@@ -1,0 +1,198 @@
+"""On chips whose attention depends on rows and keys, blocks and batches have the bits of single
+steps once each row attends by itself, and none of it is there on a CPU.
+
+The single steps are computed by MLX's attention over caches of their own.
+"""
+
+# mlx is typed in part only.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+import copy
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from chips import CHIPS, M1, M3_MAX, Chip, on_chip
+from mlx import nn
+from mlx_lm.models import base, gemma3_text, llama, qwen3_next
+from mlx_lm.models.cache import KVCache
+from zoo import tiny_config
+from zoo_runs import small
+
+from exo_node.mtp.caches.batch_caches import left_aligned
+from exo_node.mtp.caches.positions import Positions
+from exo_node.mtp.caches.window import WindowCache
+from exo_node.mtp.placed_rope import RopePositions
+from exo_node.shard.kernels.own_keys import NAME, OwnKeys, group_keys
+from exo_node.shard.kernels.trial import random_rows
+from exo_node.shard.model.stage_model import StageModel
+
+SIZE = 16
+GROUPS = (2, 4, 6, 8)
+ROWS = 4
+CONTEXTS = (24, 200, 1021, 1100, 4093, 4200, 8190, 8200)
+WINDOWS = (40, 1024)
+
+
+class Attention(nn.Module):
+    """A layer's attention, as mlx-lm's classes call it: by the name in its module."""
+
+    def __init__(self, group: int, sinks: mx.array | None = None) -> None:
+        super().__init__()
+        self._group, self._sinks = group, sinks
+
+    def __call__(self, x: mx.array, cache: Any) -> mx.array:
+        """x (B, rows, heads + 2 key heads, SIZE) -> (B, heads, rows, SIZE)."""
+        q, k, v = mx.split(x.swapaxes(1, 2), [2 * self._group, 2 * self._group + 2], axis=1)
+        mask = cache.make_mask(x.shape[1], return_array=False, window_size=None)
+        k, v = cache.update_and_fetch(k, v)
+        return scaled_dot_product_attention(q, k, v, cache, SIZE**-0.5, mask, self._sinks)
+
+
+scaled_dot_product_attention: Any = base.scaled_dot_product_attention
+SEAM = scaled_dot_product_attention.__name__
+
+
+def rows_of(group: int, count: int, number: int) -> mx.array:
+    return random_rows((1, count, 2 * group + 4, SIZE), mx.bfloat16, number)
+
+
+def cache_of(group: int, count: int, window: int, number: int = 1) -> Any:
+    """A cache after `count` rows."""
+    cache: Any = WindowCache(window) if window else KVCache()
+    rows = rows_of(group, count, number).swapaxes(1, 2)
+    _ = cache.update_and_fetch(rows[:, -4:-2], rows[:, -2:])
+    return cache
+
+
+@pytest.fixture(params=CHIPS.values(), ids=list(CHIPS))
+def chip(request: pytest.FixtureRequest) -> Iterator[Chip]:
+    with on_chip(request.param):
+        yield request.param
+
+
+def layer_of(group: int, window: int, *, remedy: bool, sinks: bool = False) -> Attention:
+    layer = Attention(group, random_rows((2 * group,), mx.bfloat16, 5) if sinks else None)
+    if remedy:
+
+        def two_rows() -> mx.array:
+            cache: Any = WindowCache(window) if window else KVCache()
+            return layer(rows_of(group, 2, 0), cache)
+
+        assert all(each.used for each in group_keys([layer], two_rows))
+    return layer
+
+
+def differing(layer: Attention, group: int, window: int, context: int, rows: int = ROWS) -> int:
+    """How many of a block's rows are not those of single steps, alone and in a batch."""
+    alone = cache_of(group, context, window)
+    other = cache_of(group, 9, window, number=2)
+    new = mx.concatenate([rows_of(group, rows, 3), rows_of(group, rows, 4)])
+    block = layer(new[:1], copy.deepcopy(alone))
+    [together] = left_aligned([[copy.deepcopy(c)] for c in (alone, other)], Positions([context, 9]))
+    batch = layer(new, together)
+    count = 0
+    for b, cache in enumerate((alone, other)):
+        for i in range(rows):
+            step = layer(new[b : b + 1, i : i + 1], cache)
+            count += not mx.array_equal(step, batch[b : b + 1, :, i : i + 1]).item()
+            count += b == 0 and not mx.array_equal(step, block[:, :, i : i + 1]).item()
+    return count
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_rows_are_those_of_single_steps_across_every_border(chip: Chip, group: int) -> None:
+    layer = layer_of(group, 0, remedy=True, sinks=group == 8)
+    cases = [(context, rows) for context in CONTEXTS for rows in (1, ROWS)]
+    assert {case: differing(layer, group, 0, *case) for case in cases} == dict.fromkeys(cases, 0)
+
+
+@pytest.mark.parametrize("group", [2, 8])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_rows_of_windows_too(chip: Chip, group: int, window: int) -> None:
+    layer = layer_of(group, window, remedy=True)
+    contexts = (24, window - 2, window + 30, window + 62, window + 126)
+    for context in contexts:
+        assert (context, differing(layer, group, window, context)) == (context, 0)
+
+
+@pytest.mark.parametrize("group", [2, 4])
+def test_without_the_remedy_they_are_not(chip: Chip, group: int) -> None:
+    layer = layer_of(group, 0, remedy=False)
+    assert any(differing(layer, group, 0, context) for context in CONTEXTS[2:])
+
+
+def test_a_block_below_the_first_border_stays_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_chip(M3_MAX):
+        layer, calls = layer_of(4, 0, remedy=True), list[int]()
+        plain, counted = mx.fast.scaled_dot_product_attention, calls
+
+        def attend(q: mx.array, *rest: Any, **options: Any) -> mx.array:
+            counted.append(q.shape[2])
+            return plain(q, *rest, **options)
+
+        monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attend)
+        for context in (200, 1100):
+            cache = cache_of(4, context, 0)
+            calls.clear()
+            _ = layer(rows_of(4, ROWS, 3), cache)
+            assert calls == ([ROWS] if context == 200 else [1] * ROWS)
+
+
+def test_more_rows_than_one_kernel_takes_are_computed_singly() -> None:
+    with on_chip(M1):
+        layer = layer_of(8, 0, remedy=True)
+        cache = cache_of(8, 24, 0)
+        block = layer(rows_of(8, 16, 3), copy.deepcopy(cache))
+        for i in range(16):
+            step = layer(rows_of(8, 16, 3)[:, i : i + 1], cache)
+            assert mx.array_equal(step, block[:, :, i : i + 1]).item()
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [("llama", llama), ("gemma3_text", gemma3_text), ("qwen3_next", qwen3_next)]
+)
+def test_a_models_own_module_is_changed_where_rows_differ_and_no_other(
+    name: str, module: ModuleType
+) -> None:
+    model: Any = small({**tiny_config(name), "vocab_size": 160})
+    stage = StageModel(model, 0, len(model.layers))
+
+    def two_rows() -> object:
+        return model(mx.zeros((1, 2), mx.int32), cache=stage.make_caches())
+
+    def never() -> object:
+        raise AssertionError("nothing is measured on a CPU")
+
+    modules = stage.own_modules(outer=True)
+    assert group_keys(modules, never) == () and vars(module)[SEAM] is vars(base)[SEAM]
+    with on_chip(M3_MAX):
+        choices = group_keys(modules, two_rows)
+        assert {each.kernel for each in choices} == {NAME}
+        attending = [each for each in stage.make_caches() if isinstance(each, KVCache)]
+        assert sum(each.layers for each in choices) == len(attending)
+        assert any("1000 keys" in each.reason for each in choices)
+        assert isinstance(vars(module)[SEAM], OwnKeys)
+        others = {gemma3_text, llama, qwen3_next, base} - {module}
+        assert not any(isinstance(vars(other)[SEAM], OwnKeys) for other in others)
+
+
+def test_rows_of_an_image_still_see_all_of_it() -> None:
+    """Eight of the sixteen rows see keys after them, which no single step would read."""
+    positions, x = RopePositions(joins_images=True), rows_of(4, 16, 3)
+    positions.join([*range(4), *[-1] * 8, *range(4)])
+
+    def rows_with(layer: Attention) -> mx.array:
+        cache = cache_of(4, 24, 0)
+        q, k, v = mx.split(x.swapaxes(1, 2), [8, 10], axis=1)
+        mask = positions.joined(16, "causal", cache)
+        read = cache.update_and_fetch(k, v)
+        attend: Any = vars(sys.modules[type(layer).__module__])[SEAM]
+        return attend(q, *read, cache, SIZE**-0.5, mask)
+
+    with on_chip(M3_MAX):
+        expected = rows_with(layer_of(4, 0, remedy=False))
+        assert mx.array_equal(expected, rows_with(layer_of(4, 0, remedy=True))).item()
