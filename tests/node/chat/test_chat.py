@@ -5,6 +5,7 @@ import gc
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from fakes import FakeFacts, FakeGenerators, FakeStages, OneHead, leading
@@ -209,6 +210,26 @@ def test_a_lost_attempt_is_followed_by_one_that_begins_after_what_was_handed_out
     end = events[-1]
     assert isinstance(end, Finished)
     assert (end.stats["resumes"], end.stats["resume_exact"]) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("policy", "identity", "exact"),
+    [
+        ("adaptive", "bitwise", True),
+        ("adaptive", "near_tie", False),
+        ("fixed", "near_tie", True),
+        ("none", "off", True),
+    ],
+)
+def test_a_resume_is_not_called_exact_where_its_rounds_may_decide_near_ties_otherwise(
+    policy: Any, identity: str, *, exact: bool
+) -> None:
+    """Adaptive K begins anew after a loss, so later rounds may have other rows."""
+    stats = stats_to_wire(replace(STATS, draft_policy=policy), identity)
+    ended = pb.GenerateEvent(finished=pb.Finished(reason="stop", stats=stats))
+    events, _ = resumed(([STARTED, spoken("a", 1)], LOST), ([STARTED, ended], None))
+    end = events[-1]
+    assert isinstance(end, Finished) and end.stats["resume_exact"] is exact
 
 
 class NotedHead(OneHead):
