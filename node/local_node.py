@@ -82,10 +82,6 @@ class LocalNode:
         host = advertised_host(setting, interfaces)
         return host, announced_addresses(host, setting is not None, interfaces)
 
-    def note_ports(self, *, grpc: int | None = None, http: int | None = None) -> None:
-        self.grpc_port = self.grpc_port if grpc is None else grpc
-        self.http_port = self.http_port if http is None else http
-
     @property
     def id(self) -> NodeId:
         return self.keyring.identity.node

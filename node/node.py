@@ -177,9 +177,9 @@ class Node:
         links = LinkService(local.profiling.measure_links)
         files = ModelFilesService(SharedModels(local.library), lambda: self._live_requests() > 0)
         server = ControlServer(calls, local.keyring.for_server(join_port), links, files)
-        local.note_ports(grpc=await server.start(hosts, self._settings.grpc_port))
+        local.grpc_port = await server.start(hosts, self._settings.grpc_port)
         _ = self._stack.push_async_callback(server.close)
-        local.note_ports(http=await self._api.start())
+        local.http_port = await self._api.start()
         _ = self._stack.push_async_callback(self._api.close)
 
     def _runner_ended(self, spec: pb.StageSpec, why: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from ..placement.card import ModelCard
 from ..placement.cluster import ClusterView
-from ..placement.drafting import Drafting, HeadState, choose_drafting
+from ..placement.drafting import HeadState, choose_drafting
 from ..placement.errors import ModelNotFound
 from ..placement.ids import ModelId, PlacementId
 from ..placement.plan import Placement, Preview, planned_bytes, preview
@@ -269,19 +269,15 @@ class NodeOperations:
             default_k=settings.default_k,
         )
         drafts = drafting.kind == "native_mtp"
+        begins = f"begins with K = {drafting.initial_k}: {drafting.reason}"
         return {
             "drafter_kind": drafting.kind,
             "num_draft_tokens": drafting.k,
             "draft_policy": ("adaptive" if drafting.adaptive else "fixed") if drafts else "none",
             "reason": "" if drafts else drafting.reason,
-            "depth_reason": self._depth_reason(record, drafting) if drafts else "",
+            "depth_reason": (self._models.depth_reason(record) or begins) if drafts else "",
             "prompt_lookup": self._models.prompt_lookup(record),
         }
-
-    def _depth_reason(self, record: LoadedPlacement, drafting: Drafting) -> str:
-        """Why the last round drafted as many tokens as it did, or how many the first will."""
-        begins = f"begins with K = {drafting.initial_k}: {drafting.reason}"
-        return self._models.depth_reason(record) or begins
 
 
 def preview_json(

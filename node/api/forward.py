@@ -240,15 +240,13 @@ async def answer_forwarded(
     `credentials`: headers that the head's guard accepts.
     """
     messages: asyncio.Queue[Message | None] = asyncio.Queue(maxsize=64)
-    body: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
 
-    async def receive() -> Message:
-        if body:
-            return body.pop()
-        _ = await asyncio.Event().wait()  # until the task is cancelled
+    async def until_cancelled() -> Message:
+        _ = await asyncio.Event().wait()
         raise AssertionError("unreachable")
 
     async def run() -> None:
+        receive = _with_body(request.body, until_cancelled)
         try:
             await app(_scope(request, host, credentials), receive, messages.put)
         finally:

@@ -124,7 +124,8 @@ def api_routes(
     token: LocalToken | None = None,
 ) -> list[ApiRoute]:
     """The routes of clients and of commands, without the page."""
-    events, joining = services.events, services.joining
+    events, joining, files = services.events, services.joining, services.files
+    silence_s = timing.keep_alive_s
     return [
         answering.route(CHAT),
         answering.route(COMPLETIONS),
@@ -137,20 +138,14 @@ def api_routes(
         answering.route(OLLAMA_EMBED),
         answering.route(OLLAMA_EMBEDDINGS),
         *Ollama(answering, services.operations).routes(),
-        *_file_routes(services.files, timing),
+        *(ModelsApi(files, silence_s).routes() if files is not None else ()),
+        *(OllamaFiles(files, silence_s).routes() if files is not None else ()),
+        # After these: their route of any model, which `search` and `pull` are not.
         *OperationsApi(services.operations).routes(),
         *(EventsApi(events, timing.events_keep_alive_s).routes() if events is not None else ()),
         *(join_routes(joining) if joining is not None else ()),
         *(session_routes(token) if token is not None else ()),
     ]
-
-
-def _file_routes(files: ModelFiles | None, timing: Timing) -> list[ApiRoute]:
-    """Before the route of any model: `search` and `pull` are none."""
-    if files is None:
-        return []
-    keep_alive_s = timing.keep_alive_s
-    return [*ModelsApi(files, keep_alive_s).routes(), *OllamaFiles(files, keep_alive_s).routes()]
 
 
 class _Router(Starlette):

@@ -14,11 +14,10 @@ flags.py: flags that several commands share
 get_models.py: `exo-node models search`, `pull`, `rm`, `load` and `unload`
 join.py: nodes, approve, deny, join, key, leave, rekey, dashboard
 launch.py: `exo-node launch`
-load.py: a model's load with its progress, and `exo-node replicas`
+load.py: a model's place: `exo-node plan` and `replicas`, and a load with its progress
 main.py: the list of commands
 models.py: `exo-node models`, `show` and `recommend`
 output.py: tables, answers and notes on the terminal
-plan.py: `exo-node plan`
 report.py: `exo-node report`
 service.py: `exo-node service`
 start.py: `exo-node start` and `exo-node stop`

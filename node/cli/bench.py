@@ -9,8 +9,8 @@ from ...placement.errors import InvalidSettings
 from . import output
 from .client import call, connect
 from .flags import AsJson, DataDir, LocalPort, group, option
+from .load import preview_path, preview_text
 from .output import Json, table, texts
-from .plan import preview_path, preview_text
 from .times import TIMES
 
 _PROFILE: Final = "/v1/cluster/profile"

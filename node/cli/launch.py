@@ -24,8 +24,8 @@ from .coding_tools import KEY, TOOLS, CodingTool, Invocation, ServedModel, shell
 from .failures import CommandFailed
 from .flags import DataDir, LocalPort, argument, models_on_disk, option
 from .load import load as load_model
+from .load import preview_path
 from .output import note
-from .plan import preview_path
 from .times import TIMES
 
 _NAMED: Final = 8

@@ -1,32 +1,34 @@
-"""A model's load with its progress, and `exo-node replicas`."""
+"""A model's place: `exo-node plan` and `replicas`, and a load with its progress."""
 
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Annotated, Any, Final
+from urllib.parse import urlencode
 
 import typer
 
+from ...placement.cluster import layer_range
 from ...placement.options import parse_split
+from . import flags
 from .client import ApiEndpoint, call, connect
 from .failures import CommandFailed
-from .flags import AsJson, DataDir, LocalPort, Model, argument
-from .output import Json, StatusLine, note, print_json, text_of
+from .output import Json, StatusLine, caches_text, duration, joined, note, print_json, size, text_of
 from .times import TIMES
 
 _PLACEMENTS: Final = "/v1/placements"
 
 _Count = Annotated[
-    str, argument("N", "Copies, each on nodes of its own, or auto: as many as answers need.")
+    str, flags.argument("N", "Copies, each on nodes of its own, or auto: as many as answers need.")
 ]
 
 
 def replicas(
-    model: Model,
+    model: flags.Model,
     count: _Count,
-    port: LocalPort = None,
-    data_dir: DataDir = None,
-    as_json: AsJson = False,
+    port: flags.LocalPort = None,
+    data_dir: flags.DataDir = None,
+    as_json: flags.AsJson = False,
 ) -> None:
     """Have several copies of a model answer at the same time.
 
@@ -81,6 +83,79 @@ def held_options_text(placement: Json) -> str:
 
 def _ready(copies: Sequence[Json]) -> int:
     return sum(each.get("status") == "ready" for each in copies)
+
+
+# ---------------------------------------------------------------------------- a plan
+
+
+def plan(
+    model: flags.Model,
+    min_nodes: flags.MinNodes = None,
+    max_nodes: flags.MaxNodes = None,
+    context: flags.Context = None,
+    kv_bits: flags.KvBits = None,
+    nodes: flags.Nodes = None,
+    layers: flags.Layers = None,
+    exclude: flags.Exclude = None,
+    port: flags.LocalPort = None,
+    data_dir: flags.DataDir = None,
+    as_json: flags.AsJson = False,
+) -> None:
+    """Show where a model would be placed, and why.
+
+    The next best placement is shown as well; nothing is loaded.
+    """
+    options = {"min_nodes": min_nodes, "max_nodes": max_nodes, "context": context}
+    options |= {"kv_bits": kv_bits, "nodes": nodes, "layers": layers, "exclude": exclude}
+    preview = call(connect(port, data_dir), preview_path(model, options))
+    print_json(preview) if as_json else print(preview_text(preview))
+
+
+def preview_path(model: str, options: Mapping[str, object]) -> str:
+    """The path of the preview; options that are None are left out."""
+    query = {name: value for name, value in options.items() if value is not None}
+    return "/v1/placements/preview?" + urlencode({"model": model, **query})
+
+
+def preview_text(preview: Json) -> str:
+    best, runner_up = preview["best"], preview["runner_up"]
+    bound = f"none can take less than {preview['bound_s'] * 1000:.3g} ms a token"
+    if preview["proven"]:
+        bound = "none is faster than the best by these figures"
+    weighed = preview["candidates_considered"]
+    lines = [
+        *_placement_lines("best", best),
+        f"  {best['context_length']} tokens of context, in {best['dtype']}" + caches_text(best),
+        *(_placement_lines("runner-up", runner_up) if runner_up else ["runner-up: none"]),
+        f"compared: {weighed} choice{'s'[weighed == 1 :]} of nodes; {bound}",
+        f"why: {best['reason']}",
+        f"drafting: {preview['drafting']}",
+    ]
+    if refusal := preview.get("refusal"):
+        lines.append(f"not loaded as it is: {refusal}")
+    return joined(lines)
+
+
+def _placement_lines(name: str, placement: Json) -> list[str]:
+    """Speed, then the stages, then the files that nodes lack."""
+    stages = [
+        f"  {stage['name']}: {layer_range(*stage['layers'])}, "
+        f"{size(stage['memory_bytes'])} of {size(stage['memory_left_bytes'])} of memory"
+        for stage in placement["stages"]
+    ]
+    transfers = [f"  {_transfer(each)}" for each in placement.get("to_bring", ())]
+    seconds = placement["seconds_per_token"]
+    speed = f"about {round(1 / seconds, 1):g} tokens a second, {seconds * 1000:.3g} ms each"
+    return [f"{name}: {speed}", *stages, *transfers]
+
+
+def _transfer(transfer: Json) -> str:
+    """The files that one node has to copy or download."""
+    nbytes, source, seconds = transfer["bytes"], transfer["from"], transfer["seconds"]
+    if source is None:
+        return f"{transfer['name']} downloads {size(nbytes)}"
+    about = "" if seconds is None else f", about {duration(seconds)}"
+    return f"{transfer['name']} copies up to {size(nbytes)} from {source}{about}"
 
 
 # ---------------------------------------------------------------------------- a load

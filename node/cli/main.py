@@ -138,9 +138,7 @@ def _module(name: str) -> ModuleType:
             from . import token as module
         case "cache":
             from . import cache as module
-        case "plan":
-            from . import plan as module
-        case "replicas":
+        case "plan" | "replicas":
             from . import load as module
         case "events":
             from . import events as module

@@ -1,13 +1,11 @@
 """This machine's addresses that peers may use, and the one that a route starts from."""
 
-import contextlib
 import ipaddress
 import re
 import socket
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +19,7 @@ WIFI: Final = ("Wi-Fi", "AirPort")
 
 # Bridges of containers and virtual machines lead to no other machine, and macOS's awdl and llw
 # (AirDrop, low-latency WLAN) take no servers.
+_MAC_PORTS: Final[dict[str, str]] = {}
 _INWARD: Final = ("docker", "br-", "veth", "virbr", "vmnet", "vboxnet", "awdl", "llw")
 
 
@@ -52,20 +51,12 @@ def is_virtual_bridge(name: str, ports: Mapping[str, str]) -> bool:
 def hardware_ports() -> Mapping[str, str]:
     """The kinds of interfaces that the system names, by device: en0 is Wi-Fi on a MacBook and a
     cable on a Mac Studio. Empty where it does not answer; it is asked again then."""
-    if sys.platform == "darwin":
-        with contextlib.suppress(TimeoutError):
-            return _mac_ports()
-        return {}
-    return {path.parent.name: "Wi-Fi" for path in Path("/sys/class/net").glob("*/phy80211")}
-
-
-@cache
-def _mac_ports() -> Mapping[str, str]:
-    """Raises TimeoutError, so that only an answer is kept."""
-    ports = parse_hardware_ports(output_of("networksetup", "-listallhardwareports") or "")
-    if not ports:
-        raise TimeoutError
-    return ports
+    if sys.platform != "darwin":
+        return {path.parent.name: "Wi-Fi" for path in Path("/sys/class/net").glob("*/phy80211")}
+    if not _MAC_PORTS:
+        text = output_of("networksetup", "-listallhardwareports") or ""
+        _MAC_PORTS.update(parse_hardware_ports(text))
+    return dict(_MAC_PORTS)
 
 
 def parse_hardware_ports(text: str) -> Mapping[str, str]:

@@ -414,7 +414,7 @@ def test_code_that_is_not_in_a_folder_runs_no_text_either() -> None:
         ("node/machine/log.py", "from ..trust import keys", "node/machine imports node/trust"),
         ("node/run.py", "from .cli import main", "node imports node/cli"),
         ("node/cli/main.py", "from ..node import Node", "node/cli imports node.node"),
-        ("node/cli/plan.py", "from ..placements.record import R", "imports node/placements.record"),
+        ("node/cli/load.py", "from ..placements.record import R", "imports node/placements.record"),
         ("node/api/http/guard.py", "from ...cluster.cluster import C", "imports node/cluster"),
         ("node/api/http/guard.py", "from ..shared.answering import A", "imports node/api/shared"),
         ("shard/text/tools/schemas.py", "from ..codec import Codec", "imports shard/text"),

@@ -51,6 +51,11 @@ Ignored = Annotated[Value, Field(json_schema_extra={"x-exo-node": "ignored"})]
 """A field that is dropped and named in the answer's header, if it asks for something."""
 
 
+def as_whole(value: Any) -> Any:
+    """5 for 5.0: they are the same JSON number, and some languages write only the latter."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 class StrictBody(BaseModel):
     """The base of every body: no coercion, no unknown fields, no NaN."""
 
@@ -70,11 +75,7 @@ class StrictBody(BaseModel):
         ignored = (name for name, value in values if value not in (None, False))
         return (*self._dropped, *ignored, *(self.model_extra or ()))
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _whole(cls, value: Any) -> Any:
-        """5 for 5.0: they are the same JSON number, and some languages write only the latter."""
-        return int(value) if isinstance(value, float) and value.is_integer() else value
+    _whole = field_validator("*", mode="before")(as_whole)
 
     @classmethod
     def known_fields(cls) -> list[str]:

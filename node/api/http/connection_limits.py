@@ -131,7 +131,8 @@ class LimitedConnection(H11Protocol):
             self.transport.close()
             return
         message = "this is no valid HTTP/1.1 request, or its head is too long"
-        self._refuse(HttpFault(400, "invalid_http", message))
+        self._reply(HttpFault(400, "invalid_http", message))
+        self.transport.close()
 
     @property
     def _answers(self) -> bool:
@@ -199,10 +200,6 @@ class LimitedConnection(H11Protocol):
     def _cut_off(self) -> None:
         _LOG.info("a client left its answer unread for %g s: cut off", self.limits.blocked_s)
         self.transport.abort()
-
-    def _refuse(self, fault: HttpFault) -> None:
-        self._reply(fault)
-        self.transport.close()
 
     def _reply(self, fault: HttpFault) -> None:
         """Writes without h11, whose state allows no further answer here."""

@@ -98,17 +98,14 @@ class Renderer(Protocol):
         """A frame of data that changes nothing, valid at any point of the stream."""
         ...
 
-    def fault(self, fault: HttpFault) -> bytes:
-        """The frames that end a stream with an error."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """A parsed request and the renderers of its choices, one each; most dialects have one choice.
 
     `ignored`: names of the body's fields and parts that have no effect. `more_prompts`: the same
-    request with its other prompts, of which each has as many choices.
+    request with its other prompts, of which each has as many choices. `fault`: the frames that end
+    its stream with an error, where they are more than the wire format's.
     """
 
     request: GenerationRequest
@@ -116,6 +113,7 @@ class Exchange:
     stream: bool
     ignored: Sequence[str] = ()
     more_prompts: Sequence[GenerationRequest] = ()
+    fault: Callable[[HttpFault], bytes] | None = None
 
 
 Body = TypeVar("Body", bound=StrictBody)

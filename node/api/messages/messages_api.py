@@ -18,8 +18,7 @@ from ...chat.requests import (
     TextDelta,
 )
 from ..http.bodies import unknown_fields
-from ..http.dialects import ANTHROPIC, Dialect, Exchange, WholeAnswer
-from ..http.errors import HttpFault
+from ..http.dialects import Dialect, Exchange, WholeAnswer
 from ..http.long_bodies import json_response
 from ..http.routes import ApiRoute
 from ..http.sse import named_event
@@ -31,14 +30,6 @@ from .messages_schema import MessagesBody
 
 _SIGNATURE: Final = "exo-node"
 """Clients send a thinking block back with its signature, which must not be empty."""
-_NO_USAGE: Final = {
-    "input_tokens": 0,
-    "cache_read_input_tokens": 0,
-    "cache_creation_input_tokens": 0,
-    "output_tokens": 0,
-}
-"""The cached part of the prompt is unknown when a stream begins: `message_delta` has all counts, so
-that clients which add the two up count nothing twice."""
 BlockKind = Literal["text", "thinking", "tool_use"]
 
 
@@ -95,7 +86,7 @@ class _MessageRenderer:
             blocks.append({"type": "text", "text": answer.text})
         for call in answer.calls:
             blocks.append(self._tool_use(call.name) | {"input": json.loads(call.arguments)})
-        message = self._message(blocks, self._reason(end), _usage(end))
+        message = self._message(blocks, self._reason(end), _usage_of(end))
         message["stop_sequence"] = end.stopped_by or None
         return message | {"generation_stats": dict(end.stats)}
 
@@ -115,14 +106,13 @@ class _MessageRenderer:
             case Finished():
                 return self._end(event)
 
-    def fault(self, fault: HttpFault) -> bytes:
-        return ANTHROPIC.frame(fault)
-
     def _beginning(self) -> bytes:
         if self._has_begun:
             return b""
         self._has_begun = True
-        return _event("message_start", message=self._message([], None, _NO_USAGE))
+        # The cached part of the prompt is unknown as yet: `message_delta` has all counts, so that
+        # clients which add the two up count nothing twice.
+        return _event("message_start", message=self._message([], None, _usage(0, 0, 0)))
 
     def _piece(self, kind: BlockKind, delta: dict[str, Any]) -> bytes:
         frames = self._beginning()
@@ -159,7 +149,7 @@ class _MessageRenderer:
     def _end(self, end: Finished) -> bytes:
         delta = {"stop_reason": self._reason(end), "stop_sequence": end.stopped_by or None}
         stats = dict(end.stats)
-        last = _event("message_delta", delta=delta, usage=_usage(end), generation_stats=stats)
+        last = _event("message_delta", delta=delta, usage=_usage_of(end), generation_stats=stats)
         return self._beginning() + self._close() + last + _event("message_stop")
 
     def _tool_use(self, tool: str) -> dict[str, Any]:
@@ -193,11 +183,15 @@ def _event(kind: str, **fields: Any) -> bytes:
     return named_event(kind, {"type": kind, **fields})
 
 
-def _usage(end: Finished) -> dict[str, Any]:
+def _usage_of(end: Finished) -> dict[str, Any]:
+    return _usage(end.prompt_tokens, end.cached_tokens, end.completion_tokens)
+
+
+def _usage(prompt: int, cached: int, completion: int) -> dict[str, Any]:
     """Token counts; Anthropic counts cached input apart from the rest."""
     return {
-        "input_tokens": end.prompt_tokens - end.cached_tokens,
-        "cache_read_input_tokens": end.cached_tokens,
+        "input_tokens": prompt - cached,
+        "cache_read_input_tokens": cached,
         "cache_creation_input_tokens": 0,
-        "output_tokens": end.completion_tokens,
+        "output_tokens": completion,
     }

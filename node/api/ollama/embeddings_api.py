@@ -15,7 +15,6 @@ from ....proto import peer_pb2 as pb
 from ...chat.requests import Finished, GenerationRequest, Part, embeddings_of
 from ..http.bodies import NoEffect, StrictBody, TolerantBody, unknown_fields
 from ..http.dialects import Dialect, Exchange, WholeAnswer
-from ..http.errors import HttpFault
 from ..http.keep_alive import KeepAlive
 from ..shared.inputs_schema import AnyInput, inputs_of, wrong
 from ..shared.sampling_schema import ModelName
@@ -173,9 +172,6 @@ class _EmbeddingRenderer:
         return b""
 
     def heartbeat(self) -> bytes:
-        return b""
-
-    def fault(self, fault: HttpFault) -> bytes:
         return b""
 
 

@@ -16,7 +16,7 @@ from ....proto import peer_pb2 as pb
 from ...chat.requests import CallPart, Finished, GenerationRequest, Part, ReasoningDelta, TextDelta
 from ...trust.local_token import TOKEN_FILE, TOKEN_HEADER
 from ..http.bodies import unknown_fields
-from ..http.dialects import OLLAMA, Body, Dialect, Exchange, WholeAnswer, fault_response
+from ..http.dialects import Body, Dialect, Exchange, WholeAnswer, fault_response
 from ..http.errors import HttpFault
 from ..http.long_bodies import json_response
 from ..http.routes import ApiRoute, get_json, post_json, profiles_of
@@ -192,9 +192,6 @@ class _LineRenderer:
                 return _encoded(self._line() | self._last(event))
             case _:
                 return b""
-
-    def fault(self, fault: HttpFault) -> bytes:
-        return OLLAMA.frame(fault)
 
     def _last(self, end: Finished) -> dict[str, Any]:
         stats, total = end.stats, time.monotonic() - self._began

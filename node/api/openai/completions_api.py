@@ -22,8 +22,7 @@ from ...chat.requests import (
     TokenLogprob,
 )
 from ..http.bodies import unknown_fields
-from ..http.dialects import OPENAI, Dialect, Exchange, WholeAnswer
-from ..http.errors import HttpFault
+from ..http.dialects import Dialect, Exchange, WholeAnswer
 from ..http.routes import ApiRoute, post_json
 from ..http.sse import data
 from ..shared.answering import Answering
@@ -96,9 +95,6 @@ class CompletionRenderer:
                 return self._stream.last(self._head, self._choice("", (), end.reason), end)
             case _:
                 return b""
-
-    def fault(self, fault: HttpFault) -> bytes:
-        return OPENAI.frame(fault)
 
     def _text(self, delta: TextDelta) -> bytes:
         scores = self._scores(delta.logprobs) if delta.logprobs else None

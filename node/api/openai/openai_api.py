@@ -16,8 +16,7 @@ from ...chat.requests import (
     TokenLogprob,
 )
 from ..http.bodies import unknown_fields
-from ..http.dialects import OPENAI, Dialect, Exchange, WholeAnswer
-from ..http.errors import HttpFault
+from ..http.dialects import Dialect, Exchange, WholeAnswer
 from ..http.sse import data
 from ..shared.chat_message import messages_for_template
 from ..shared.choices import ChoiceStream
@@ -118,9 +117,6 @@ class _ChatRenderer:
                 return self._beginning() + self._stream.last(head, choice, event)
             case _:
                 assert_never(event)
-
-    def fault(self, fault: HttpFault) -> bytes:
-        return OPENAI.frame(fault)
 
     def _call(self, call: CallPart) -> dict[str, Any]:
         name = call_id(self._request_id, self._calls + CALLS_OF_CHOICE * self._number)

@@ -78,7 +78,8 @@ def parsed_response(
         tools=body.callable_functions(tools),
     )
     renderer = ResponseRenderer(body, request_id, tools)
-    exchange = Exchange(request, [renderer], bool(body.stream), tuple(dict.fromkeys(ignored)))
+    names = tuple(dict.fromkeys(ignored))
+    exchange = Exchange(request, [renderer], bool(body.stream), names, fault=renderer.fault)
     inputs = () if body.store is False else body.items
     items = stored_items([item.model_dump(exclude_unset=True) for item in inputs], renderer.id)
     return ParsedResponse(body, exchange, renderer, items)

@@ -36,7 +36,7 @@ from ..http.dialects import (
     WholeAnswer,
     wire_format,
 )
-from ..http.errors import fault_of
+from ..http.errors import HttpFault, fault_of
 from ..http.long_bodies import json_response
 from ..http.routes import ApiRoute
 from ..http.sse import EventStream, Silence, attended, comment
@@ -111,9 +111,10 @@ class Answering:
         for _ in range(STATUS_HEARTBEATS):
             if (first := await anext(events, None)) is not None:
                 break
-        media_type = wire_format(path).stream_type
-        writer = _Writer(exchange.renderers, silence, with_comments=media_type == EVENT_STREAM)
-        response = EventStream(_frames(first, events, writer), media_type)
+        wire = wire_format(path)
+        writer = _Writer(exchange.renderers, silence, wire.stream_type == EVENT_STREAM)
+        frames = _frames(first, events, writer, exchange.fault or wire.frame)
+        response = EventStream(frames, wire.stream_type)
         notes = first[1].notes if first and isinstance(first[1], Started) else ()
         response.headers.update(ignored_header([*exchange.ignored, *notes], path))
         return response
@@ -208,7 +209,10 @@ class _Writer:
 
 
 async def _frames(
-    first: NumberedEvent | None, events: Events, writer: _Writer
+    first: NumberedEvent | None,
+    events: Events,
+    writer: _Writer,
+    fault_frames: Callable[[HttpFault], bytes],
 ) -> AsyncGenerator[bytes]:
     """The stream of an answer; an ExoNodeError becomes its last frames."""
     async with aclosing(events):
@@ -224,7 +228,7 @@ async def _frames(
                     return
             raise unfinished()
         except ExoNodeError as error:
-            yield writer.renderers[0].fault(fault_of(error))
+            yield fault_frames(fault_of(error))
 
 
 def unfinished() -> ExoNodeError:

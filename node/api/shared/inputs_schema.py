@@ -1,20 +1,17 @@
 """Texts and token ids in place of messages: one, or a list of either."""
 
-from typing import Annotated, Any, Final, cast
+from typing import Annotated, Final, cast
 
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
+
+from ..http.bodies import as_whole
 
 MOST_ID: Final = 2**31 - 1
 """The wire's ids are signed: those below 0 are rows of images."""
 
 
-def _whole(value: Any) -> Any:
-    """Accepts 5.0 for 5: they are the same JSON number, and some languages write only the first."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-TokenId = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MOST_ID)]
+TokenId = Annotated[int, BeforeValidator(as_whole), Field(ge=0, le=MOST_ID)]
 _TOKEN_IDS: Final = TypeAdapter[list[int]](
     Annotated[list[TokenId], FailFast()], config=ConfigDict(strict=True)
 )

@@ -7,7 +7,7 @@ import pytest
 from cards import MTP
 
 from exo_node.node.api.operations.plan_request import PlacementBody, PlanBody, parse_query
-from exo_node.node.cli.plan import preview_path, preview_text
+from exo_node.node.cli.load import preview_path, preview_text
 from exo_node.node.operations import preview_json
 from exo_node.node.store.sources import estimate_transfers
 from exo_node.placement.card import ModelCard

@@ -116,11 +116,11 @@ def test_a_mac_that_did_not_name_its_ports_is_asked_again(
 
     monkeypatch.setattr(interfaces, "output_of", output_of)
     monkeypatch.setattr(interfaces.sys, "platform", "darwin")
-    interfaces._mac_ports.cache_clear()
+    interfaces._MAC_PORTS.clear()
     try:
         found = [hardware_ports() for _ in range(4)]
     finally:
-        interfaces._mac_ports.cache_clear()
+        interfaces._MAC_PORTS.clear()
     assert found == [{}, {}, *[parse_hardware_ports(NOTEBOOK)] * 2]
     assert asked == ["networksetup"] * 3
 
