@@ -27,36 +27,14 @@ def request_of(node: Node, path: str, body: dict[str, Any]) -> GenerationRequest
     return node.chat.requests[-1]
 
 
+FILTERS: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "top_k": 11, "min_p": 0.03}
+PENALTIES: dict[str, Any] = {"presence_penalty": 0.4, "frequency_penalty": 0.6}
+OWN: dict[str, Any] = {"xtc_probability": 0.5, "xtc_threshold": 0.1, "repetition_penalty": 1.2}
 SAMPLING: list[tuple[str, dict[str, Any], Sampling]] = [
     (
         "/v1/chat/completions",
-        {
-            "messages": ASK,
-            "temperature": 0.7,
-            "top_p": 0.9,
-            "top_k": 11,
-            "min_p": 0.03,
-            "xtc_probability": 0.5,
-            "xtc_threshold": 0.1,
-            "seed": 5,
-            "presence_penalty": 0.4,
-            "frequency_penalty": 0.6,
-            "repetition_penalty": 1.2,
-            "logit_bias": {"7": -3},
-        },
-        Sampling(
-            temperature=0.7,
-            top_p=0.9,
-            top_k=11,
-            min_p=0.03,
-            xtc_probability=0.5,
-            xtc_threshold=0.1,
-            seed=5,
-            repetition_penalty=1.2,
-            presence_penalty=0.4,
-            frequency_penalty=0.6,
-            logit_bias=((7, -3.0),),
-        ),
+        {"messages": ASK, **FILTERS, **PENALTIES, **OWN, "seed": 5, "logit_bias": {"7": -3}},
+        Sampling(**FILTERS, **PENALTIES, **OWN, seed=5, logit_bias=((7, -3.0),)),
     ),
     ("/v1/chat/completions", {"messages": ASK, "min_tokens": 7}, Sampling(1.0, min_tokens=7)),
     (
@@ -84,27 +62,15 @@ SAMPLING: list[tuple[str, dict[str, Any], Sampling]] = [
         {
             **OLLAMA,
             "options": {
-                "temperature": 0.7,
-                "top_p": 0.9,
-                "top_k": 11,
-                "min_p": 0.03,
+                **FILTERS,
+                **PENALTIES,
                 "seed": 5,
-                "presence_penalty": 0.4,
-                "frequency_penalty": 0.6,
                 "repeat_penalty": 1.2,
                 "repeat_last_n": 33,
             },
         },
         Sampling(
-            temperature=0.7,
-            top_p=0.9,
-            top_k=11,
-            min_p=0.03,
-            seed=5,
-            repetition_penalty=1.2,
-            presence_penalty=0.4,
-            frequency_penalty=0.6,
-            repetition_context_size=33,
+            **FILTERS, **PENALTIES, seed=5, repetition_penalty=1.2, repetition_context_size=33
         ),
     ),
     (

@@ -62,10 +62,14 @@ def ask(
     body: Sequence[bytes] = (b"",),
     server: tuple[str, int] | None = ("127.0.0.1", 52415),
     then: Message | None = None,
+    *,
+    stalls: bool = False,
 ) -> Reply:
-    """The answer to a request whose body comes in these pieces, with `then` after them."""
+    """The answer to a request whose body comes in these pieces, with `then` or silence after
+    them."""
+    more = stalls or then is not None
     pieces: list[Message] = [
-        {"type": "http.request", "body": piece, "more_body": then is not None or i < len(body) - 1}
+        {"type": "http.request", "body": piece, "more_body": more or i < len(body) - 1}
         for i, piece in enumerate(body)
     ]
     messages: list[Message] = []
@@ -290,25 +294,9 @@ def test_two_lengths_of_one_body_are_refused() -> None:
 
 
 def test_half_a_body_and_silence_is_a_timeout() -> None:
-    async def stalled(scope: Scope) -> list[Message]:
-        messages: list[Message] = []
-        pieces: list[Message] = [{"type": "http.request", "body": b"{", "more_body": True}]
-
-        async def receive() -> Message:
-            if not pieces:
-                await asyncio.Event().wait()
-            return pieces.pop()
-
-        async def send(message: Message) -> None:
-            messages.append(message)
-
-        await Guard(app, body_timeout_s=0.02)(scope, receive, send)
-        return messages
-
-    messages = asyncio.run(stalled(scope_of("POST", "/v1/settings", JSON, ("127.0.0.1", 52415))))
-    assert messages[0]["status"] == 408
-    assert (b"connection", b"close") in messages[0]["headers"]
-    assert b"request_timeout" in messages[1]["body"]
+    reply = ask(Guard(app, body_timeout_s=0.02), "POST", headers=JSON, body=(b"{",), stalls=True)
+    assert (reply.status, reply.error["code"]) == (408, "request_timeout")
+    assert reply.headers["connection"] == "close"
 
 
 def test_a_client_that_leaves_within_its_body_gets_nothing_and_reaches_nothing() -> None:

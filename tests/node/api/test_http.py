@@ -205,10 +205,7 @@ def test_options_and_refusals_of_others_have_the_methods_of_all_routes_of_a_path
 
 BAD_BODIES: list[tuple[str, str, object, str]] = [
     ("POST", "/v1/chat/completions", [], "body"),
-    ("POST", "/v1/chat/completions", b"{", "body"),
     ("POST", "/v1/chat/completions", b"[" * 100_000, "body"),
-    ("POST", "/v1/chat/completions", b'{"model": "\xff"}', "body"),
-    ("POST", "/v1/chat/completions", b'{"max_tokens": ' + b"1" * 5000 + b"}", "max_tokens"),
     ("POST", "/v1/chat/completions", b'{"\xed\x9f\xbf": 1, "a": "\\ud800"}', "a"),
     ("POST", "/v1/chat/completions", {"model": "m", "messages": [], "x": 1}, "x"),
     ("POST", "/v1/chat/completions", b'{"a":{"\\ud800":1,"\\ud800":2}}', "\ud800"),

@@ -247,15 +247,6 @@ def test_the_command_prints_a_line_for_each_event() -> None:
         assert [json.loads(row)["text"] for row in result.stdout.splitlines()] == ["desk joined"]
 
 
-def test_a_stream_that_ends_with_an_error_fails_the_command() -> None:
-    fault = {"error": {"message": "the head was lost", "code": "peer_lost", "type": "server_error"}}
-    with serve_stub() as stub:
-        path = "/v1/events?follow=1&limit=100&scope=node"
-        stub.replies[path] = as_events(event(1, "desk joined"), fault)
-        result = exo_node("events", "--follow", "--node", "--port", str(stub.port))
-    assert (result.returncode, "the head was lost" in result.stderr) == (75, True)
-
-
 def test_a_peers_name_cannot_draw_on_the_terminal() -> None:
     assert "\x1b" not in event_line({"time": 0.0, "text": "\x1b[2Jdesk joined"})
 

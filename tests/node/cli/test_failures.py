@@ -103,8 +103,8 @@ def test_the_apis_code_and_words_are_passed_on(
 def test_what_was_printed_before_the_error_stays(stub: Stub) -> None:
     event = 'data: {"time": 0, "text": "desk joined"}'
     fault = {"error": {"message": "the head was lost", "code": "peer_lost"}}
-    stub.replies["/v1/events?follow=1&limit=100&scope=cluster"] = as_events(event, fault)
-    result = exo_node("events", "-f", "--json", "--port", str(stub.port))
+    stub.replies["/v1/events?follow=1&limit=100&scope=node"] = as_events(event, fault)
+    result = exo_node("events", "-f", "--node", "--json", "--port", str(stub.port))
     assert json.loads(result.stdout)["text"] == "desk joined"
     assert (result.returncode, json.loads(result.stderr)["error"]["code"]) == (75, "peer_lost")
 

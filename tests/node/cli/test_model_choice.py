@@ -132,12 +132,6 @@ def test_another_tool_is_refused_with_the_names(stub: Stub) -> None:
     assert "'cursor' is none of claude, codex, opencode, qwen, copilot, aider" in output(result)
 
 
-def test_without_a_node_the_error_is_that_of_every_command() -> None:
-    result = in_process("launch", "claude", "--print")
-    assert result.exit_code == 69
-    assert "start one with `exo-node start`" in output(result)
-
-
 def test_the_list_is_asked_for_as_the_tool_will_ask(stub: Stub, tmp_path: Path) -> None:
     messages: list[Message] = []
 

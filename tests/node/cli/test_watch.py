@@ -1,6 +1,5 @@
 """`exo-node status --watch` against a stub of the node."""
 
-import json
 import os
 import pty
 import select
@@ -40,11 +39,6 @@ def test_without_a_terminal_it_is_one_look(stub: Stub) -> None:
     result = exo_node("status", "--watch", "--port", str(stub.port))
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.count("some/model") == 1 and "\x1b" not in result.stdout
-
-
-def test_other_programs_word_for_it_is_known_and_fails_as_others_do() -> None:
-    result = exo_node("top", "--json")
-    assert (result.returncode, json.loads(result.stderr)["error"]["code"]) == (69, "no_node")
 
 
 def _read_until(screen: int, text: bytes) -> bytes:
