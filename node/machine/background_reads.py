@@ -7,6 +7,10 @@ import threading
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
+from ...shard.checkpoint.files import read_regular
+
+__all__ = ["BackgroundRead", "read_regular"]
+
 _LOG: Final = logging.getLogger(__name__)
 _LIMIT_S: Final = 1.0
 Value = TypeVar("Value")

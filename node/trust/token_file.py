@@ -17,7 +17,7 @@ from typing import Annotated, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from ...placement.errors import ExoNodeError, InvalidRequest, InvalidSettings
-from ...shard.checkpoint.files import read_regular
+from ..machine.background_reads import read_regular
 from ..machine.private_files import lock_exclusively, replace_private, update_private
 
 TOKENS_FILE: Final = "api.tokens"

@@ -24,9 +24,8 @@ from ....placement.errors import ExoNodeError, InvalidRequest, InvalidSettings, 
 from ....placement.ids import ModelId
 from ....proto import peer_pb2 as pb
 from ....proto.fields import completed, filled
-from ....shard.checkpoint.files import read_regular
 from ...chat.requests import GenerationRequest
-from ...machine.background_reads import BackgroundRead
+from ...machine.background_reads import BackgroundRead, read_regular
 from ...machine.private_files import replace_private
 from ..http.bodies import validated
 from ..http.keep_alive import KeepAlive

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from exo_node.node.machine.background_reads import BackgroundRead
-from exo_node.shard.checkpoint.files import read_regular
+from exo_node.node.machine.background_reads import BackgroundRead, read_regular
 
 
 async def test_a_read_that_hangs_leaves_what_was_known_until_it_ends(
