@@ -190,6 +190,7 @@ SLOW_FILES = {
         "shard/model/test_self_check",
         "mtp/test_identity_matrix",
         "bench/mtp/test_bench_mtp",
+        "shard/model/test_fusing_beside",
         "shard/engine/test_device_state",
         "shard/engine/test_stage_rounds",
         "shard/pipeline/test_resume_exact",

@@ -85,6 +85,8 @@ class Measuring:
         self._clock = clock
         self._before_piece = before_piece
         self._due_at = self._paused_until = clock()
+        self.is_held: Callable[[], bool] = lambda: False
+        """Whether pieces wait: set where times will change."""
         self._advance()
 
     @property
@@ -101,7 +103,7 @@ class Measuring:
         if self._held_bytes and not (self._has_room(self._held_bytes) or idle):
             self._give_up()
         began_at = self._clock()
-        if self.is_done or began_at < self._paused_until:
+        if self.is_done or self.is_held() or began_at < self._paused_until:
             return False
         if not idle and began_at < self._due_at:
             return False

@@ -19,6 +19,7 @@ import platform
 import re
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -38,9 +39,11 @@ _OWN: Final = "run-"
 _OWN_NAME: Final = re.compile(r"run-[a-z0-9_]{8}")
 """Names that `mkdtemp` makes."""
 _LOCK: Final = "lock"
-_FILES: Final = (("cpu", ".so"), ("ptx", ".txt"), ("ptx", ".ptx"))
-"""MLX's folders and the suffixes that it loads. It ignores a .ptx without its .txt, so the .txt is
-saved first."""
+_FILES: Final = (("cpu", ".so"), ("cpu", ".fused"), ("ptx", ".txt"), ("ptx", ".ptx"))
+"""MLX's folders and the suffixes that it loads, and our notes that libraries are complete. It
+ignores a .ptx without its .txt, so the .txt is saved first."""
+COMPILING: Final = threading.Lock()
+"""Held while a thread beside MLX's compiles, or will: nothing is saved meanwhile."""
 
 
 class FusedCode:
@@ -74,12 +77,17 @@ class FusedCode:
         os.environ["TMPDIR"] = str(self.folder)
 
     def save(self) -> None:
-        """Saves new code for later processes.
+        """Saves new code for later processes, unless some is being written beside.
 
-        Runs on MLX's thread, which compiles, so no file is being written meanwhile.
+        Runs on MLX's thread, which compiles.
         """
-        if self._cache is None:
-            return
+        if self._cache is not None and COMPILING.acquire(blocking=False):
+            try:
+                self._save(self._cache)
+            finally:
+                COMPILING.release()
+
+    def _save(self, cache: Path) -> None:
         for part, suffix in _FILES:
             new = [
                 f
@@ -90,7 +98,7 @@ class FusedCode:
                 with contextlib.suppress(OSError), path.open("rb") as file:
                     os.fchmod(file.fileno(), 0o700)  # whatever the umask
                     os.fsync(file)  # else a power cut could leave an empty one under that name
-            self._cached_names.update(_link(new, self._cache / part))
+            self._cached_names.update(_link(new, cache / part))
 
     def remove(self) -> None:
         """Removes the folder at a regular exit. `_remove_ended` does it for killed processes."""
@@ -103,6 +111,11 @@ class FusedCode:
 
     def _mlx_folder(self, part: str) -> Path:
         return self.folder / "mlx" / VERSION / part
+
+
+def note(name: str) -> Path:
+    """A file that is saved after the libraries that this process has compiled so far."""
+    return Path(os.environ.get("TMPDIR", os.devnull)) / "mlx" / VERSION / "cpu" / f"{name}.fused"
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Layers [a, b) of any mlx-lm model: loaded, measured, checked.
 
 embedder.py: models as embedders: tensors without a prefix, hidden states, pooling, encoders
-fusing.py: finds a compiler for the operations that MLX fuses on a CPU
+fusing.py: has MLX fuse operations on a CPU: with which compiler, at load or beside answers
 layer_probe.py: seconds of a layer, measured at load
 layer_view.py: a stage's view of a model's list of layers
 load.py: loads a stage by its specification

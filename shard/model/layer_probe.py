@@ -61,7 +61,7 @@ def probe_layers(
 
     def time_layers(part: StageModel, count: int, share: float) -> float:
         caches = part.make_caches()
-        ids, hidden = _inputs(count, hidden_size, dtype)
+        ids, hidden = random_rows(count, hidden_size, dtype)
 
         def forward() -> None:
             out = part.hidden(ids, hidden, caches)
@@ -83,11 +83,11 @@ def probe_layers(
 def _time_tail(
     stage: StageModel, hidden_size: int, dtype: mx.Dtype, clock: Clock, deadline: float
 ) -> float:
-    ids, hidden = _inputs(1, hidden_size, dtype)
+    ids, hidden = random_rows(1, hidden_size, dtype)
     return _fastest(lambda: mx.eval(stage.logits(ids, hidden)), clock, deadline)
 
 
-def _inputs(rows: int, hidden_size: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+def random_rows(rows: int, hidden_size: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
     hidden = mx.random.normal((1, rows, hidden_size), key=mx.random.key(rows)).astype(dtype)
     ids = mx.zeros((1, rows), mx.int32)
     mx.eval(hidden, ids)

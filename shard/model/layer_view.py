@@ -36,6 +36,8 @@ class Slot:
 
     input: mx.array | None = None
     output: mx.array | None = None
+    is_lazy: bool = False
+    """Whether no layer is computed while the graph is built."""
 
 
 class _LayerProxy(nn.Module):
@@ -135,7 +137,9 @@ class _EagerLayer(_LayerProxy):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         out = self._layer(*args, **kwargs)
-        mx.async_eval(_hidden_of(out))
+        slot: Slot = self._slot
+        if not slot.is_lazy:
+            mx.async_eval(_hidden_of(out))
         return out
 
 
@@ -181,5 +185,5 @@ def stage_view(
     for i in range(first, end - 1):
         count = i - first + 1
         if count & (count - 1) == 0:
-            proxies[i] = _EagerLayer(proxies[i])
+            proxies[i] = _EagerLayer(proxies[i], _slot=slot)
     return proxies

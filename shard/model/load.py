@@ -75,13 +75,17 @@ class Loaded:
     """The kernels of the layers and the reasons for them, on CUDA and CPUs; else empty."""
 
 
-def load(spec: pb.StageSpec, report: Report) -> Loaded:
+def load(spec: pb.StageSpec, report: Report, *, fuses: bool = True) -> Loaded:
     """Checks the checkpoint, then reads this stage's tensors and, if asked, the draft head's.
 
-    Raises InvalidCheckpoint, LoadFailed, and InvalidCard if the model's hidden size is unknown.
+    `fuses`: whether operations are fused from now on, or by `LaterFusing`. Raises
+    InvalidCheckpoint, LoadFailed, and InvalidCard if the model's hidden size is unknown.
     """
     _limit_memory(spec.memory_limit_bytes)
-    prepare_fusing()
+    if fuses:
+        prepare_fusing()
+    else:
+        mx.disable_compile()
     if not spec.partial:
         return _load(spec, report, Path(spec.path), ())
     with stand_ins(Path(spec.path)) as (view, placeholders):

@@ -104,11 +104,15 @@ class StageModel:
         entering: mx.array | None,
         caches: Sequence[Any],
         embeddings: mx.array | None = None,
+        *,
+        is_lazy: bool = False,
     ) -> mx.array:
         """Runs the own layers: ids (B, n) and, unless the first layer is own, hidden (B, n, H).
 
-        `embeddings`: in place of those of the ids. Returns hidden (B, n, H).
+        `embeddings`: in place of those of the ids. `is_lazy`: whether it only builds the graph.
+        Returns hidden (B, n, H).
         """
+        self._slot.is_lazy = is_lazy
         _ = self._call(self._body, tokens, entering, self._all_caches(caches), embeddings)
         output = self._slot.output
         assert output is not None

@@ -41,8 +41,9 @@ from ..engine.options import EngineOptions
 from ..engine.prefixes.disk import PrefixDisk
 from ..engine.prefixes.store import PrefixStore
 from ..engine.stage import StageWorker
-from ..kernels.fused_code import compiling_apart, wait_for_save
+from ..kernels.fused_code import COMPILING, compiling_apart, wait_for_save
 from ..kernels.install import used
+from ..model.fusing import LaterFusing, may_begin_unfused
 from ..model.layer_probe import probe_layers
 from ..model.load import Loaded, load
 from ..model.open_model import MODEL_FAULTS, headline
@@ -53,7 +54,13 @@ from ..text.orphans import continue_when_orphaned
 from ..text.prompt_encoder import PromptEncoder
 from .embedding_service import serve_embeddings
 from .generator_service import GeneratorService
-from .persistent_files import attempts_of, prefix_disk_of, profile_of, shared_prefix_key
+from .persistent_files import (
+    attempts_of,
+    fusing_key,
+    prefix_disk_of,
+    profile_of,
+    shared_prefix_key,
+)
 from .prefix_exchange import PrefixFetcher, PrefixSender
 from .runner_service import EpochFence, RunnerService
 from .stage_service import NextStage, RingService, StageService
@@ -125,13 +132,20 @@ class Runner:
     async def _run(self, watched: "asyncio.Task[None]", keep_compiled: Callable[[], None]) -> None:
         if self._spec.stage == 0:
             self._prompts.start()  # its imports take as long as those of a small model
-        loading = self._compute.submit(lambda: load(self._spec, self._report.progress))
+        waits = self._spec.pooling or self._spec.measure_at_load or not may_begin_unfused()
+        loading = self._compute.submit(
+            lambda: load(self._spec, self._report.progress, fuses=bool(waits))
+        )
         loaded = await asyncio.wrap_future(loading)
         self._prompts.open(Path(self._spec.path))
         for choice in loaded.kernels:
             log.info("kernels: %s", choice)
         following = NextStage(self._credentials(), self._fence)
         server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(BoundNumbers(),))
+        if not waits:
+            self._report.fusing = await asyncio.wrap_future(
+                self._compute.submit(lambda: self._later_fusing(loaded))
+            )
         watch = await self._serve(server, loaded, following)
         service = RunnerService(self._spec, self._report.current, self._fence)
         peer_pb2_grpc.add_RunnerServicer_to_server(service, server)
@@ -157,6 +171,10 @@ class Runner:
         await server.stop(grace=0.5)
         await self._save_prefixes(watch)
         await self._prompts.close()
+
+    def _later_fusing(self, loaded: Loaded) -> LaterFusing:
+        key, outer = fusing_key(self._spec, loaded), self._spec.stage == 0
+        return LaterFusing(loaded.model, loaded.expected, key, outer=outer)
 
     async def _save_prefixes(self, watch: Watched) -> None:
         """Writes cached states that wait for an idle moment, as far as SAVE_S allows."""
@@ -231,6 +249,7 @@ class Runner:
             self._report.progress(pb.LoadProgress(step="measuring, as EXO_MEASURE_AT_LOAD=1 says"))
             measuring.finish(self._report.count)
         elif not measuring.is_done:
+            measuring.is_held = COMPILING.locked
             log.info("%s is not measured yet here; it is while no answer runs", self._spec.model)
 
     def _listen(self, server: grpc.aio.Server) -> list[pb.Address]:

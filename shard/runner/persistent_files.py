@@ -36,6 +36,11 @@ def attempts_of(spec: pb.StageSpec, loaded: Loaded) -> Attempts:
     return Attempts(file.with_stem(f"{file.stem}-{spec.first_layer}-{spec.end_layer}"))
 
 
+def fusing_key(spec: pb.StageSpec, loaded: Loaded) -> str:
+    """What decides which functions MLX compiles for this stage."""
+    return repr((_key(spec, loaded), version("exo-node"), spec.first_layer, spec.end_layer))
+
+
 def prefix_disk_of(spec: pb.StageSpec, loaded: Loaded) -> PrefixDisk | None:
     """The prefix cache on disk; None if it is off."""
     if not (spec.prefix_disk_bytes and spec.prefix_folder and spec.prefix_cache_bytes):

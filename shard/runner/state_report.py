@@ -17,6 +17,7 @@ from ..engine.answers.text_engine import TextEngine
 from ..engine.compute import ComputeThread
 from ..engine.prefixes.disk import PrefixDisk
 from ..engine.stage import StageWorker
+from ..model.fusing import LaterFusing
 from ..model.load import bytes_read
 from .runner_service import EpochFence
 
@@ -79,6 +80,8 @@ class StateReport:
         self._state = pb.RunnerState()
         self._steps_of_load = 0
         self._kept_at = 0.0
+        self.fusing: LaterFusing | None = None
+        """What a look carries on, if anything."""
 
     def progress(self, progress: pb.LoadProgress) -> None:
         """Reports a step of the load. Any thread."""
@@ -137,6 +140,8 @@ class StateReport:
         if asked_at - self._kept_at > KEEP_EVERY_S:
             self._kept_at = asked_at
             keep_compiled()
+        elif self.fusing is not None:  # not at once: first comes the answer that the load is for
+            self.fusing.step()
         _ = watch.save_prefix()
         if isinstance(watch, TextEngine):
             watch.read_answer()

@@ -110,3 +110,22 @@ def test_an_answer_that_drafted_goes_on_at_a_node_that_never_loaded_the_model(
                         stats = event.get("generation_stats") or stats
             assert ids == STORY["greedy_ids"]
             assert stats["resumes"] == 1 and stats["resume_exact"]
+
+
+def test_a_machine_compiles_beside_its_first_answers_and_later_loads_begin_with_that(
+    tmp_path: Path,
+) -> None:
+    flags, home = ("--no-mdns", "--dtype", "float32"), tmp_path / "home"
+    home.mkdir()
+    begins, ends = "compiles this model's functions beside", "functions are compiled and fused"
+    for name, compiles in (("one", True), ("other", False)):
+        env = {**WHILE_IDLE, "HOME": str(home), "XDG_CACHE_HOME": str(home)}
+        with node(tmp_path / name, *flags, env=env, measures=True) as running:
+            _ = story(running)
+            if compiles:
+                eventually(lambda log=running.log: ends in log.read_text(), LIMIT_S)
+            _ = story(running)
+            assert running.stop() == 0
+            log = running.log.read_text()
+            assert (begins in log, ends in log) == (compiles, compiles), log
+    assert len(list(home.rglob("*.fused"))) == 1 and len(list(home.rglob("*.so"))) >= 8

@@ -4,9 +4,14 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Generator
 from pathlib import Path
 
-import pytest
+from broken_compiler import BROKEN, needs_gxx
+
+from exo_node.shard.engine.measuring import Measuring
+from exo_node.shard.kernels.fused_code import COMPILING, VERSION, FusedCode
 
 TRY = """
 import logging
@@ -18,15 +23,7 @@ prepare_fusing()
 print(mx.array_equal(before(mx.zeros((8,))), mx.zeros((8,))).item())
 """
 
-BROKEN = """#!/bin/sh
-[ "$1" = --version ] && exit 0
-echo "x.cpp:1:2: error: redeclaration of C++ built-in type '_Float32'"
-exit 1
-"""
-
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or shutil.which("g++") is None, reason="MLX compiles by g++ on Linux"
-)
+pytestmark = needs_gxx
 
 
 def tried(tmp_path: Path, *, other: bool) -> subprocess.CompletedProcess[str]:
@@ -60,3 +57,24 @@ def test_another_compiler_is_used_where_there_is_one(tmp_path: Path) -> None:
     process = tried(tmp_path, other=True)
     assert process.stdout == "True\n"
     assert "g++-12" in process.stderr and "_Float32" in process.stderr
+
+
+def test_nothing_is_measured_or_saved_while_a_thread_compiles(tmp_path: Path) -> None:
+    done, code = list[int](), FusedCode(tmp_path)
+
+    def pieces() -> Generator[None]:
+        yield
+        done.append(1)
+
+    measuring = Measuring(pieces, time.monotonic)
+    measuring.is_held = COMPILING.locked
+    library = code.folder / "mlx" / VERSION / "cpu" / "libhalf.so"
+    _ = library.write_bytes(b"ha")
+    kept = tmp_path / "kept" / "cpu" / library.name
+    with COMPILING:
+        assert not measuring.step(idle=True) and not done
+        code.save()
+        assert not kept.exists(), "half of it would be loaded by the next process"
+    code.save()
+    assert kept.exists() and measuring.step(idle=True) and done
+    code.remove()
