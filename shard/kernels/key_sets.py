@@ -47,7 +47,7 @@ class AttentionKind:
         window = f", a window of {self.window}" if self.window else ""
         sinks = ", sinks" if self.has_sinks else ""
         return (
-            f"attention of {self.heads}/{self.key_heads} heads of {self.size}, {kind}"
+            f"attention of {self.heads} on {self.key_heads} heads of {self.size}, {kind}"
             f"{window}{sinks}"
         )
 

@@ -30,8 +30,8 @@ _SEAM: Final = stock.__name__
 def group_keys(modules: Sequence[nn.Module], run: Callable[[], object]) -> tuple[KernelChoice, ...]:
     """Measures each kind of attention in `modules` and replaces it where rows of blocks differ.
 
-    `run` builds the graph of a forward of two rows; nothing of it is computed. Returns the kinds
-    that are computed row by row. Measures nothing on CPUs, where rows agree.
+    `run` builds the graph of a forward of two rows; nothing of it is computed. Returns what was
+    found of each kind. Measures nothing on CPUs, where rows agree.
     """
     if not (row_groups.may_depend_on_rows() or available()):
         return ()
@@ -43,13 +43,13 @@ def group_keys(modules: Sequence[nn.Module], run: Callable[[], object]) -> tuple
     finally:
         _set(names, stock)
     attention.measure(_attend)
-    differing = [kind for kind, limits in attention.limits.items() if not limits.is_all]
-    if differing:
-        _set(names, attention)
-    return tuple(
-        KernelChoice(NAME, str(kind), attention.calls[kind], True, str(attention.limits[kind]))
-        for kind in differing
+    choices = tuple(
+        KernelChoice(NAME, str(kind), attention.calls[kind], not limits.is_all, str(limits))
+        for kind, limits in attention.limits.items()
     )
+    if any(choice.used for choice in choices):
+        _set(names, attention)
+    return choices
 
 
 def _modules_of(layers: Iterable[nn.Module]) -> list[Any]:

@@ -70,7 +70,7 @@ def result_of(
     whole: bool,
 ) -> SharedResult:
     """The part of all this that may be published. `whole`: whether all checks were reached."""
-    from ...kernels.row_groups import NAME, SINGLE
+    from ...kernels import own_keys, row_groups
 
     packages = {name: plain_text(text) for name, text in verify.versions().items()}
     measured = engine.measurements
@@ -101,7 +101,7 @@ def result_of(
             sets={
                 plain_text(each.shape): plain_text(each.reason)
                 for each in loaded.kernels
-                if each.kernel in (NAME, SINGLE)
+                if each.kernel in (row_groups.NAME, row_groups.SINGLE, own_keys.NAME)
             },
             greedy=cast("Any", measured.identity),
             batch=cast("Any", measured.batch_identity),
