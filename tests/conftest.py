@@ -155,6 +155,7 @@ SLOW_FILES = {
         "shard/engine/test_stage_losses",
         "shard/engine/test_engine_modes",
         "shard/engine/test_damaged_embeddings",
+        "shard/engine/test_repeatable_depth",
         "shard/engine/test_min_tokens",
         "shard/engine/test_prefill_memory",
         "shard/engine/test_batch_traces",

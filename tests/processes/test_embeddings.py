@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
-from embedders import INPUTS, LAYERS, NEAR, ROWS, SIZE, copied, difference, encoder, rows_of
+from embedders import INPUTS, NEAR, ROWS, SIZE, copied, difference, encoder, rows_of
 from nodes import CALL_S, Node, copy_key, eventually, node, sees, struck
 
 MODEL = "tiny-embedder"
@@ -111,38 +111,6 @@ def test_openais_client(pair: tuple[Node, Node], stack: ExitStack) -> None:
         client.embeddings.create(model="demo", input="hi")
     assert refused.value.param == "model"
     assert not any(stage["model"] == "demo" for each in pair for stage in each.stages())
-
-
-def test_ollamas_client(pair: tuple[Node, Node], stack: ExitStack) -> None:
-    package: Any = pytest.importorskip("ollama")
-    client = package.Client(host=f"http://127.0.0.1:{pair[1].port}")
-    _ = stack.callback(client._client.close)
-    got = client.embed(model=MODEL, input=TEXTS)
-    assert are_the_oracles(list(got.embeddings))
-    assert got.prompt_eval_count == sum(map(len, INPUTS.values()))
-    assert are_the_oracles([client.embeddings(model=MODEL, prompt=TEXTS[0]).embedding])
-    assert "embedding" in client.show(MODEL).capabilities
-    assert "completion" not in client.show(MODEL).capabilities
-    with pytest.raises(package.ResponseError, match="is an embedder"):
-        client.generate(model=MODEL, prompt="hi")
-    with pytest.raises(package.ResponseError, match="no embedder"):
-        client.embed(model="demo", input="hi")
-
-
-def test_lists_say_that_it_is_an_embedder_and_it_runs_on_one_node(pair: tuple[Node, Node]) -> None:
-    for door in pair:
-        entries = {each["id"]: each for each in door.call("GET", "/v1/models").body["data"]}
-        assert entries[MODEL]["capabilities"] == ["embeddings"]
-        assert "embeddings" not in entries["demo"]["capabilities"]
-        tags = {each["name"]: each for each in door.call("GET", "/api/tags").body["models"]}
-        assert "embeddings" in tags[MODEL]["capabilities"]
-        assert tags["demo"]["capabilities"] == ["completion"]
-    reply = pair[0].call("POST", "/v1/placements", {"model": MODEL, "min_nodes": 2})
-    assert (reply.status, reply.body["error"]["param"]) == (400, "min_nodes")
-    assert "it is an embedder" in reply.body["error"]["message"]
-    [placement] = pair[0].call("GET", "/v1/placements").body["data"]
-    assert [stage["layers"] for stage in placement["stages"]] == [[0, LAYERS]]
-    assert pair[0].call("GET", "/health/ready").status == 200
 
 
 @pytest.mark.parametrize(

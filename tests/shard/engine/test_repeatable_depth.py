@@ -104,6 +104,7 @@ def test_the_measurements_learn_from_it_nevertheless(metal: OnChip) -> None:
     assert served.drafting.speedup > 0
 
 
+@pytest.mark.smoke
 def test_nothing_is_drafted_before_costs_were_measured(metal: OnChip) -> None:
     served = metal.engine(0)
     served.measurements.profile.costs = RoundCosts()
