@@ -1,14 +1,21 @@
-"""Nodes that never loaded the model answer before they have measured it, and with the same ids."""
+"""Nodes that never loaded the model answer before they have measured it, and with the same ids.
+
+What comes in the middle of a measurement loses nothing: there pieces take longer than they would,
+so that each disturbance meets one.
+"""
 
 import json
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engines import STORY
+from models import make_checkpoint
 from nodes import Node, copy_key, eventually, grpc_address, node, sees
 
 WHILE_IDLE = {"EXO_MEASURE_AT_LOAD": "0"}
@@ -129,3 +136,152 @@ def test_a_machine_compiles_beside_its_first_answers_and_later_loads_begin_with_
             log = running.log.read_text()
             assert (begins in log, ends in log) == (compiles, compiles), log
     assert len(list(home.rglob("*.fused"))) == 1 and len(list(home.rglob("*.so"))) >= 8
+
+
+# ------------------------------------------------------ what comes in the middle of a measurement
+
+FLOOD = 8
+SLOW_PIECES = """
+import pathlib, sys, time
+
+if "exo_node.shard.runner.main" in sys.orig_argv:
+    from exo_node.shard.model import loader_import
+    from exo_node.shard.engine.measuring import Measuring
+
+    step = Measuring.step
+    count = pathlib.Path(__file__).parent / "pieces"
+
+    def slow(self, **options):
+        done = step(self, **options)
+        if done and not self.is_done and count.exists():
+            with count.open("a") as file:
+                file.write(".")
+            time.sleep(0.1)
+        return done
+
+    Measuring.step = slow
+"""
+"""The code of each runner's start: pieces are slow and counted as long as the file is there."""
+
+
+class Pieces:
+    """The pieces of all runners that were started with this folder in their path."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        _ = (folder / "sitecustomize.py").write_text(SLOW_PIECES)
+        self._count = folder / "pieces"
+        self._count.touch()
+        self.env = {"EXO_MEASURE_AT_LOAD": "0", "PYTHONPATH": str(folder)}
+
+    def wait_for_more(self) -> None:
+        """Returns in the middle of a measurement, with more pieces to come."""
+        before = self._count.stat().st_size
+        eventually(lambda: self._count.stat().st_size > before, LIMIT_S)
+
+    def hurry(self) -> None:
+        self._count.unlink()
+
+
+@pytest.fixture
+def pieces(tmp_path: Path) -> Pieces:
+    return Pieces(tmp_path / "site")
+
+
+@pytest.fixture
+def disturbed(tmp_path: Path, pieces: Pieces) -> Iterator[Node]:
+    models = tmp_path / "models"
+    _ = make_checkpoint(models / "other", "llama", dtype="float32", hidden=64, vocab=4096, seed=7)
+    flags = ("--no-mdns", "--dtype", "float32", "--models-dir", str(models))
+    with node(tmp_path / "disturbed", *flags, env=pieces.env, measures=True) as running:
+        yield running
+
+
+def load(running: Node, model: str, **options: Any) -> str:
+    reply = running.call("POST", "/v1/placements", {"model": model, **options})
+    assert reply.status in (200, 201, 202), reply
+    return reply.body["id"]
+
+
+def require_calm(running: Node) -> None:
+    """The node answers, has measured all, and logged no traceback."""
+    eventually(lambda: is_measured(running), LIMIT_S)  # chats would keep it from measuring
+    stats = story(running)
+    assert stats["drafting_reason"] == stats["lookup_reason"] == stats["batching_reason"] == ""
+    assert running.call("GET", "/health/ready").status == 200
+    assert "Traceback" not in running.log.read_text(errors="replace")
+
+
+def test_an_unload_and_a_load_in_the_middle_of_a_measurement(
+    disturbed: Node, pieces: Pieces
+) -> None:
+    for _ in range(2):
+        name = load(disturbed, "demo")
+        pieces.wait_for_more()
+        assert disturbed.call("DELETE", f"/v1/placements/{name}").status == 200
+        assert disturbed.stages() == []
+    _ = load(disturbed, "demo")
+    pieces.wait_for_more()
+    assert story(disturbed)["batching_reason"].startswith("not measured yet")
+    pieces.hurry()
+    require_calm(disturbed)
+
+
+def test_a_load_of_another_model_in_the_middle_of_a_measurement(
+    disturbed: Node, pieces: Pieces
+) -> None:
+    _ = load(disturbed, "demo")
+    pieces.wait_for_more()
+    _ = load(disturbed, "other")
+    assert disturbed.chat("Hello.", model="other", max_tokens=8)["usage"]["completion_tokens"] > 0
+    assert story(disturbed)["batching_reason"].startswith("not measured yet")
+    assert {stage["status"] for stage in disturbed.stages()} == {"ready"}
+    pieces.hurry()
+    require_calm(disturbed)
+
+
+def test_a_flood_of_chats_and_a_kill_in_the_middle_of_a_measurement(
+    disturbed: Node, pieces: Pieces
+) -> None:
+    _ = load(disturbed, "demo")
+    pieces.wait_for_more()
+    with ThreadPoolExecutor(FLOOD) as flood:
+        answers = [flood.submit(story, disturbed) for _ in range(FLOOD)]
+        assert all(a.result(LIMIT_S)["batching_reason"] for a in answers)
+        pieces.wait_for_more()
+        answers = [flood.submit(story, disturbed) for _ in range(FLOOD)]
+        os.kill(disturbed.stages()[0]["pid"], signal.SIGKILL)
+        assert all(a.result(LIMIT_S)["resumes"] <= 1 for a in answers)
+    pieces.hurry()
+    require_calm(disturbed)
+
+
+def test_two_real_stages_are_measured_between_answers(tmp_path: Path, pieces: Pieces) -> None:
+    flags = ("--no-mdns", "--dtype", "float32")
+    with ExitStack() as stack:
+        first = stack.enter_context(node(tmp_path / "first", *flags, env=pieces.env, measures=True))
+        home = copy_key(first, tmp_path / "second")
+        peer = ("--peer", grpc_address(first))
+        second = stack.enter_context(node(home, *flags, *peer, env=pieces.env, measures=True))
+        eventually(lambda: sees(first, 2) and sees(second, 2), LIMIT_S)
+        _ = load(first, "demo", min_nodes=2, max_nodes=2)
+        pieces.wait_for_more()
+        stats = story(second)
+        assert len(stats["placement"]["stages"]) == 2
+        assert stats["batching_reason"].startswith("not measured yet"), stats
+        with ThreadPoolExecutor(FLOOD) as flood:
+            answers = [flood.submit(story, running) for running in (first, second) * 4]
+            for each in answers:
+                _ = each.result(LIMIT_S)
+        pieces.hurry()
+        eventually(lambda: not story(first)["batching_reason"], LIMIT_S)
+        eventually(lambda: bool(_shared(first)), LIMIT_S)
+        for running in (first, second):
+            assert "Traceback" not in running.log.read_text(errors="replace")
+
+
+def _shared(running: Node) -> int:
+    """Tokens in rounds that answers shared, of eight at once."""
+    with ThreadPoolExecutor(FLOOD) as flood:
+        answers = [flood.submit(story, running) for _ in range(FLOOD)]
+        return sum(each.result(LIMIT_S)["batched_tokens"] for each in answers)

@@ -217,12 +217,14 @@ def entry(name: str = "anyio", version: str = PINS["anyio"], **download: Any) ->
     return {"metadata": {"name": name, "version": version}, "download_info": {**info, **download}}
 
 
+@pytest.mark.smoke
 def test_wheels_that_all_systems_share_stand_once(product: Path) -> None:
     shared = [entry(), entry(name="mlx-metal", version=PINS["mlx-metal"])]
     text = formula_of(product, {each: {"install": shared} for each in SYSTEMS})
     assert text.count("resource ") == 2 and " do\n    resource" not in text
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -242,6 +244,7 @@ def test_what_nobody_else_could_install_is_refused(wrong: Any, words: str) -> No
         FORMULA["resources"]({"install": [wrong]}, PINS)
 
 
+@pytest.mark.smoke
 def test_another_wheel_or_address_is_refused(product: Path) -> None:
     nothing: dict[str, Any] = {each: {"install": list[Any]()} for each in SYSTEMS}
     with pytest.raises(FORMULA["Unusable"], match="no wheel of exo-node"):
