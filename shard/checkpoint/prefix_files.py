@@ -310,21 +310,16 @@ class FileSize(NamedTuple):
     path: Path
 
 
-def folders_below(root: Path) -> list[Path]:
-    """The folders that hold prefixes. Links are not followed, from `root` on, and whatever has
-    another name is not the cache's."""
-    return [] if root.is_symlink() else [each for each in root.glob("*") if _is_folder(each)]
-
-
 def files_in(folder: Path) -> list[Path]:
     """The files of prefixes in one folder, whole and partial."""
     return [path for path in folder.glob(f"*{SUFFIX}*") if _FILE.fullmatch(path.name)]
 
 
 def files_below(root: Path) -> list[FileSize]:
-    """All files of prefixes, the least recently used first."""
-    sizes = list[FileSize]()
-    for path in chain.from_iterable(map(files_in, folders_below(root))):
+    """All files of prefixes, the least recently used first. Links are not followed, from `root` on,
+    and whatever has another name is not the cache's."""
+    sizes, folders = list[FileSize](), () if root.is_symlink() else root.glob("*")
+    for path in chain.from_iterable(map(files_in, filter(_is_folder, folders))):
         try:
             status = path.lstat()
         except FileNotFoundError:  # another process made room

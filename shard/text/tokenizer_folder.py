@@ -7,7 +7,7 @@ that would take minutes or all memory to read are refused.
 
 import json
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -108,8 +108,9 @@ def tokenizer_folder(folder: Path, template: str, notes: list[str]) -> Generator
     contents = {
         "config.json": _model_fields(folder),
         SETTINGS: _settings(folder, template),
-        "special_tokens_map.json": _special_tokens(folder / "special_tokens_map.json", notes),
-        "added_tokens.json": _added_tokens(folder / "added_tokens.json", notes),
+        # Earlier forms of what tokenizer_config.json and tokenizer.json have.
+        "special_tokens_map.json": _usable(folder / "special_tokens_map.json", _is_token, notes),
+        "added_tokens.json": _usable(folder / "added_tokens.json", _is_id, notes),
     }
     with TemporaryDirectory() as root:
         view = Path(root) / folder.absolute().name
@@ -144,16 +145,8 @@ def _settings(folder: Path, template: str) -> dict[str, object]:
     return settings | ({"chat_template": template} if template else {})
 
 
-def _special_tokens(path: Path, notes: list[str]) -> dict[str, object]:
-    """The tokens by their names; an earlier form of what tokenizer_config.json has."""
-    table = optional_object(path, notes)
-    return _usable(path, table, {name: _is_token(value) for name, value in table.items()}, notes)
-
-
-def _added_tokens(path: Path, notes: list[str]) -> dict[str, object]:
-    """The ids of tokens; an earlier form of what tokenizer.json has."""
-    table = optional_object(path, notes)
-    return _usable(path, table, {name: type(value) is int for name, value in table.items()}, notes)
+def _is_id(value: object) -> bool:
+    return type(value) is int
 
 
 def _is_token(value: object) -> bool:
@@ -163,10 +156,10 @@ def _is_token(value: object) -> bool:
     return isinstance(content, str)
 
 
-def _usable(
-    path: Path, table: dict[str, object], usable: Mapping[str, bool], notes: list[str]
-) -> dict[str, object]:
-    dropped = {name: value for name, value in table.items() if not usable[name]}
+def _usable(path: Path, is_usable: Callable[[object], bool], notes: list[str]) -> dict[str, object]:
+    """An optional file's table of usable values."""
+    table = optional_object(path, notes)
+    dropped = {name: value for name, value in table.items() if not is_usable(value)}
     if dropped:
         notes.append(f"ignored: {name_in_model(path)} has {quote(dropped)}")
-    return {name: value for name, value in table.items() if usable[name]}
+    return {name: value for name, value in table.items() if name not in dropped}

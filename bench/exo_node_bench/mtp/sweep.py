@@ -14,7 +14,7 @@ from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded, load
 from exo_node.shard.model.tensors import DTYPES
-from exo_node.shard.tools.share.timed_answers import (
+from exo_node.shard.tools.share.speeds import (
     Stopwatch,
     TimedAnswer,
     measured_engine,

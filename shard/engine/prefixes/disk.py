@@ -28,7 +28,6 @@ from ...checkpoint.prefix_files import (
     PrefixFile,
     StoredTensor,
     files_in,
-    folders_below,
     make_room,
     opened,
     pieces_of,
@@ -80,7 +79,6 @@ class PrefixDisk:
         self._is_unwritten = False
         """Whether the last write was given up, and is to be done again."""
         self._is_off = False
-        _remove_other_formats(root)
         self._sizes = _sizes_in(self._folder)
         for folder in (root, self._folder):
             if folder.is_symlink():
@@ -330,15 +328,3 @@ def _sizes_in(folder: Path) -> dict[str, int]:
             with contextlib.suppress(FileNotFoundError):
                 sizes[path.stem] = path.lstat().st_size
     return sizes
-
-
-def _remove_other_formats(root: Path) -> None:
-    """Deletes the files of other versions of the format."""
-    for folder in folders_below(root):
-        if folder.name.startswith(f"{FORMAT}-"):
-            continue
-        for path in files_in(folder):
-            with contextlib.suppress(OSError):
-                path.unlink()
-        with contextlib.suppress(OSError):  # something else is in it
-            folder.rmdir()

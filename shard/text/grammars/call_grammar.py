@@ -42,8 +42,6 @@ def call_grammar(tokenizer: Any, request: str, tools: Sequence[Tool]) -> str:
             # V3 and R1 write a fence, which their templates contain; V3.1 does not.
             fenced = "```json" in str(getattr(tokenizer, "chat_template", None))
             return _deepseek_calls(selected, words, parallel=parallel, fenced=fenced)
-        case "json_tools":
-            calls = [_json_call(number, tool) for number, tool in enumerate(selected)]
         case "qwen3_coder":
             values = ValueRules("\n</parameter>\n", words, end)
             calls = [_tagged_call(number, tool, values) for number, tool in enumerate(selected)]
@@ -55,9 +53,9 @@ def call_grammar(tokenizer: Any, request: str, tools: Sequence[Tool]) -> str:
             ]
             calls += values.rules
         case _:
-            # See `plain_calls.py`.
             calls = [_json_call(number, tool) for number, tool in enumerate(selected)]
-            return "\n".join([f"start: {_any_of(selected)}", *calls])
+            if name != "json_tools":  # see `plain_calls.py`
+                return "\n".join([f"start: {_any_of(selected)}", *calls])
     rules = [
         f"start: {_calls(_LINE, parallel=parallel)}",
         f"call: {words(start)} ({_any_of(selected)}) {words(end)}",

@@ -2,6 +2,5 @@
 
 main.py: the child process
 result.py: the file to publish
-speeds.py: plain and drafted speed, and the time to the first token
-timed_answers.py: answers of an engine with their times
+speeds.py: answers of an engine with their times: plain and drafted speed, the first token
 """

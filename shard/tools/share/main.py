@@ -40,8 +40,7 @@ def run_share(request: ShareRequest, spec: pb.StageSpec) -> SharedResult:
     started_at = time.perf_counter()
     loaded = verify.load_whole(spec, note)
 
-    from .speeds import measure_speeds
-    from .timed_answers import measured_engine
+    from .speeds import measure_speeds, measured_engine
 
     subject, prompts, _ = verify.subject_and_prompts(loaded, spec, 0, verify.QUICK)
     note("measuring this machine")

@@ -375,16 +375,6 @@ def test_a_damaged_parent_takes_its_children_with_it_and_all_are_written_again(
     assert cached_tokens(opened(copied), SECOND, 1) == 460
 
 
-def test_files_of_other_formats_are_deleted(copied: Path) -> None:
-    old, foreign = copied / f"3-{'f' * 32}", copied / f"2-{'f' * 32}"
-    for folder in (old, foreign):
-        folder.mkdir()
-        _ = (folder / f"{'a' * 40}-mtp.safetensors").write_bytes(b"old")
-    _ = (foreign / "model.safetensors").write_bytes(b"mine")
-    assert stored_state(copied) is not None
-    assert not old.exists() and [each.name for each in foreign.iterdir()] == ["model.safetensors"]
-
-
 @pytest.mark.parametrize("place", ["root", "folder"])
 def test_a_link_in_the_place_of_a_folder_is_left_alone_and_the_log_says_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str

@@ -39,47 +39,12 @@ class Stage:
         return " ".join(self.log)
 
 
-def test_rounds_pass_the_chunks_that_wait() -> None:
-    stage = Stage()
-    for number in range(3):
-        stage.chunk(f"P{number}", "p")
-    assert stage.run(1) == "P0"
-    stage.round("a", "a")
-    stage.round("bc", "b", "c")
-    assert stage.run() == "P0 a bc P1 P2"
-
-
-def test_a_prompt_has_its_turn_after_one_row_of_each_answer() -> None:
-    stage = Stage()
-    stage.chunk("P0", "p")
-    stage.chunk("P1", "p")
-    for number in range(2):
-        stage.round(f"a{number}", "a")
-        stage.round(f"b{number}", "b")
-    assert stage.run() == "a0 b0 P0 a1 b1 P1"
-
-
-def test_a_round_waits_for_a_chunk_where_any_that_share_it_had_a_row() -> None:
-    stage = Stage()
-    stage.chunk("P0", "p")
-    stage.round("ab", "a", "b")
-    stage.round("bc", "b", "c")
-    assert stage.run() == "ab P0 bc"
-
-
 def test_two_attempts_of_a_request_are_two_answers() -> None:
     stage = Stage()
     stage.chunk("P", "p")
     stage.round("a1", "a")
     stage.queue.add_round([("a", 2)], lambda: stage.log.append("a2"))
     assert stage.run() == "a1 a2 P"
-
-
-def test_answers_alone_have_no_turns_to_wait_for() -> None:
-    stage = Stage()
-    for number in range(3):
-        stage.round(f"a{number}", "a")
-    assert stage.run() == "a0 a1 a2"
 
 
 def test_a_word_overtakes_no_round_and_does_not_wait_for_chunks() -> None:

@@ -180,10 +180,6 @@ def test_finishing_gives_what_was_held_and_only_once() -> None:
     assert stream.finish() == ""
 
 
-def test_a_stop_that_the_end_token_interrupts_is_text() -> None:
-    assert streamed([*ids_of("the tail"), IM_END], ("tail!",))[0] == "the tail"
-
-
 def test_streams_of_one_codec_do_not_share_state() -> None:
     one, two = (CODEC.stream(StopStrings(()), ignore_end=False) for _ in range(2))
     first, second = ids_of("🙂🙂"), ids_of("other")

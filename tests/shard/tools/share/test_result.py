@@ -26,8 +26,7 @@ from exo_node.shard.tools.share.result import (
     plain_text,
     read_result,
 )
-from exo_node.shard.tools.share.speeds import rate
-from exo_node.shard.tools.share.timed_answers import TimedAnswer
+from exo_node.shard.tools.share.speeds import TimedAnswer, rate
 from exo_node.shard.tools.verify.report import Check
 
 DOCS = Path(__file__).parents[4] / "docs"
