@@ -112,8 +112,7 @@ class Node:
         _ = at_the_end(peering.cluster.close)
         self._background = [
             self.local.loops.keep(
-                partial(self.local.scan_models, self.local.timing.scan_s),
-                "the scan for models",
+                partial(self.local.scan_models, self.local.timing.scan_s), "the scan for models"
             ),
             self.local.loops.keep(self._watch.run, "the watch over placements"),
             self.local.loops.keep(self._awake.run, "the power assertion"),

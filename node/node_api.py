@@ -55,13 +55,7 @@ class NodeApi:
         beyond = not is_loopback(settings.host)
         self._tokens = ApiTokens(settings.data_dir, always=beyond)
         metrics = Metrics(Totals())
-        self._chat = ChatService(
-            head,
-            stages,
-            metrics,
-            timing,
-            guards_loops=settings.loop_guard,
-        )
+        self._chat = ChatService(head, stages, metrics, timing, guards_loops=settings.loop_guard)
         readiness = Readiness(placements, stages, timing)
         operations = NodeOperations(
             local, peering, placements, facts, readiness, metrics, self._tokens

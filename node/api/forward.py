@@ -18,13 +18,7 @@ from ...proto import peer_pb2 as pb
 from ..machine.events import EVENTS_PATH
 from ..machine.tasks import cancel, unless
 from ..machine.timing import Timing
-from .http.dialects import (
-    ANSWERING,
-    ANTHROPIC_HEADER,
-    OLLAMA_MODELS,
-    RESPONSES_PREFIX,
-    SEARCH_PATH,
-)
+from .http.dialects import ANSWERING, ANTHROPIC_HEADER, OLLAMA_MODELS, RESPONSES_PREFIX, SEARCH_PATH
 from .http.guard import METHODS_WITH_BODY
 from .http.session_api import SESSION_PATH, TICKET_PATH
 from .http.sse import while_attended

@@ -118,10 +118,7 @@ def build_app(
 
 
 def api_routes(
-    answering: Answering,
-    services: Services,
-    timing: Timing,
-    token: LocalToken | None = None,
+    answering: Answering, services: Services, timing: Timing, token: LocalToken | None = None
 ) -> list[ApiRoute]:
     """The routes of clients and of commands, without the page."""
     events, joining, files = services.events, services.joining, services.files

@@ -190,8 +190,7 @@ def _daemon() -> Manager:
 
 
 _System = Annotated[
-    bool,
-    typer.Option("--system", help="macOS: a daemon, which needs no login and no permission."),
+    bool, typer.Option("--system", help="macOS: a daemon, which needs no login and no permission.")
 ]
 
 
@@ -291,11 +290,7 @@ def _run(command: list[str]) -> tuple[str, str]:
     """The output of a command, and its error, which is empty if it succeeded."""
     try:
         process = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=TIMES.service_start_s,
+            command, capture_output=True, text=True, errors="replace", timeout=TIMES.service_start_s
         )
     except (OSError, subprocess.TimeoutExpired) as fault:
         return "", str(fault)

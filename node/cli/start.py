@@ -101,12 +101,10 @@ _LogFormat = Annotated[
     option("FORMAT", "human or json; default: human on a terminal, else json. [EXO_LOG_FORMAT]"),
 ]
 _LogFile = Annotated[
-    str | None,
-    option("FILE", "Where to log, rotated at 10 MB; default: stderr. [EXO_LOG_FILE]"),
+    str | None, option("FILE", "Where to log, rotated at 10 MB; default: stderr. [EXO_LOG_FILE]")
 ]
 _EnvironmentFile = Annotated[
-    str | None,
-    option("FILE", "Lines NAME=VALUE of variables that are not set.", hidden=True),
+    str | None, option("FILE", "Lines NAME=VALUE of variables that are not set.", hidden=True)
 ]
 
 

@@ -17,11 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, cast
 
-from ...placement.errors import (
-    InvalidRequest,
-    PreviousResponseNotFound,
-    ResponseNotFound,
-)
+from ...placement.errors import InvalidRequest, PreviousResponseNotFound, ResponseNotFound
 from ..machine.json_size import MAX_CONTAINERS, MAX_ELEMENTS, Room, fits
 from .database import Database, FileDatabase, Value
 from .retention import IN_MEMORY, Limits, delete_response, retain

@@ -43,10 +43,7 @@ def static_routes(static: StaticFiles) -> list[Route]:
     async def file(request: Request) -> Response:
         return _response(packed(request.path_params["path"]), request)
 
-    return [
-        Route("/", index, methods=["GET"]),
-        Route("/static/{path:path}", file, methods=["GET"]),
-    ]
+    return [Route("/", index, methods=["GET"]), Route("/static/{path:path}", file, methods=["GET"])]
 
 
 def _packed(content: bytes, content_type: str) -> _Packed:

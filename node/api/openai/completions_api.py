@@ -133,12 +133,7 @@ class CompletionRenderer:
         reason: str | None,
         scores: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        choice = {
-            "index": self._number,
-            "text": text,
-            "logprobs": scores,
-            "finish_reason": reason,
-        }
+        choice = {"index": self._number, "text": text, "logprobs": scores, "finish_reason": reason}
         return choice | ({"token_ids": ids} if self._with_ids else {})
 
 

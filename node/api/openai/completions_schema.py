@@ -3,12 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    SkipValidation,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, SkipValidation, model_validator
 
 from ..http.bodies import StrictBody
 from ..http.strict_json import MAX_ELEMENTS

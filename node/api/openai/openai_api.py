@@ -40,9 +40,7 @@ def _parse(body: ChatBody, request_id: RequestId) -> Exchange:
         messages_for_template(body.messages, history),
         limits={"max_tokens": body.token_limit},
         output=pb.Output(
-            top_logprobs=body.num_logprobs,
-            call_parts=bool(body.stream),
-            grammar=grammar,
+            top_logprobs=body.num_logprobs, call_parts=bool(body.stream), grammar=grammar
         ),
         tools=body.callable_tools,
     )

@@ -76,11 +76,7 @@ class ResponseRun:
     """An answer and its log. Its end is stored before the last event is in the log."""
 
     def __init__(
-        self,
-        request: NewResponse,
-        renderer: ResponseRenderer,
-        store: ResponseStore,
-        leaving: Drain,
+        self, request: NewResponse, renderer: ResponseRenderer, store: ResponseStore, leaving: Drain
     ) -> None:
         self.request = request
         self.renderer = renderer

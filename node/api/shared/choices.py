@@ -36,9 +36,7 @@ def choice_requests(request: GenerationRequest, count: int) -> list[GenerationRe
         return [request]
     return [
         replace(
-            request,
-            id=RequestId(f"{request.id}-{number}" if number else request.id),
-            choice=number,
+            request, id=RequestId(f"{request.id}-{number}" if number else request.id), choice=number
         )
         for number in range(count)
     ]

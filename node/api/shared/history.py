@@ -9,12 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Self, cast
 
-from pydantic import (
-    ConfigDict,
-    ModelWrapValidatorHandler,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import ConfigDict, ModelWrapValidatorHandler, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from ....placement.errors import InvalidRequest

@@ -41,8 +41,7 @@ earlier turns and results of tools a note takes their place.
 
 
 _DATA_URL: Final = re.compile(
-    r"data:(?P<type>[\w.+-]{1,64}/[\w.+-]{1,64})?(?:;[\w-]+=[\w-]+)*;base64,",
-    re.IGNORECASE,
+    r"data:(?P<type>[\w.+-]{1,64}/[\w.+-]{1,64})?(?:;[\w-]+=[\w-]+)*;base64,", re.IGNORECASE
 )
 _SPACE: Final = re.compile(r"[ \t\r\n]+")
 

@@ -46,11 +46,7 @@ class Tool(StrictBody):
 
 
 def tool_for_template(
-    name: str,
-    description: str | None,
-    parameters: dict[str, Any] | None,
-    *,
-    deferred: bool = False,
+    name: str, description: str | None, parameters: dict[str, Any] | None, *, deferred: bool = False
 ) -> dict[str, Any]:
     """A tool for a chat template. `parameters`: its JSON schema, or None if it takes none.
 

@@ -42,11 +42,7 @@ SAMPLING: list[tuple[str, dict[str, Any], Sampling]] = [
         {"messages": ASK, "min_tokens": 7, "ignore_eos": True, "max_tokens": 9},
         Sampling(1.0, min_tokens=2**32 - 1),
     ),
-    (
-        "/v1/completions",
-        {"prompt": "a", "ignore_eos": True},
-        Sampling(1.0, min_tokens=2**32 - 1),
-    ),
+    ("/v1/completions", {"prompt": "a", "ignore_eos": True}, Sampling(1.0, min_tokens=2**32 - 1)),
     (
         "/v1/completions",
         {"prompt": "a", "min_tokens": 16, "ignore_eos": False},

@@ -77,9 +77,7 @@ def test_anthropics_client_shows_images_of_the_user_and_of_tools(
     _ = anthropic.messages.create(
         model="demo",
         max_tokens=4,
-        messages=[
-            {"role": "user", "content": [text("a"), result, sources[1], text("b")]},
-        ],
+        messages=[{"role": "user", "content": [text("a"), result, sources[1], text("b")]}],
     )
     (request,) = node.chat.requests
     contents = [each["content"] for each in request.messages]

@@ -54,10 +54,7 @@ BODIES: dict[str, tuple[type[StrictBody], tuple[str, str, str]]] = {
             "]}]}]}",
         ),
     ),
-    "blocks of the system": (
-        MessagesBody,
-        (f'{{{ASKED},"system":[', '{"type":"z"}', "]}"),
-    ),
+    "blocks of the system": (MessagesBody, (f'{{{ASKED},"system":[', '{"type":"z"}', "]}")),
     "messages": (MessagesBody, ('{"model":"m","messages":[', '{"role":"user","content":""}', "]}")),
     "lists in metadata": (MessagesBody, (f'{{{ASKED},"metadata":{{"a":[', "[]", "]}}")),
     "nested lists": (MessagesBody, (f'{{{ASKED},"metadata":{{"a":[', "[[[[]]],[[[]]]]", "]}}")),
@@ -104,10 +101,7 @@ BODIES: dict[str, tuple[type[StrictBody], tuple[str, str, str]]] = {
         ('{"model":"m","messages":[', '{"role":"user","content":""}', "]}"),
     ),
     "ids to decode": (DetokenizeBody, ('{"model":"m","tokens":[', "0", "]}")),
-    "messages of Ollama": (
-        OllamaChatBody,
-        ('{"model":"m","messages":[', '{"role":"user"}', "]}"),
-    ),
+    "messages of Ollama": (OllamaChatBody, ('{"model":"m","messages":[', '{"role":"user"}', "]}")),
     "objects of a format": (OllamaGenerateBody, ('{"model":"m","format":{"x":[', "{}", "]}}")),
 }
 

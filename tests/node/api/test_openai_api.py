@@ -280,9 +280,7 @@ def test_no_logprob_that_json_cannot_say_reaches_a_client(node: Node, logprob: f
     assert entry["logprob"] == -9999.0
 
 
-def test_logprobs_come_with_the_chunk_of_their_tokens_also_where_it_has_no_text(
-    node: Node,
-) -> None:
+def test_logprobs_come_with_the_chunk_of_their_tokens_also_where_it_has_no_text(node: Node) -> None:
     node.chat.scripts["demo"] = says(*SPOKEN)
     spoken = [c["choices"][0] for c in chunks(node.chat_reply(logprobs=True, stream=True))]
     assert [(c["delta"].get("content"), c["logprobs"]) for c in spoken] == [

@@ -115,12 +115,7 @@ def test_null_counts_as_not_given(name: str) -> None:
     [
         ({"response_format": {"type": "json_object"}}, "json_schema", '{"type": "object"}'),
         (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"schema": {"b": 1}},
-                }
-            },
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"b": 1}}}},
             "json_schema",
             '{"b":1}',
         ),

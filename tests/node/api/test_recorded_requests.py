@@ -153,10 +153,7 @@ def test_the_result_of_a_call_comes_back_to_the_model(node: Node, body: dict[str
     assert reply.status == 200, reply.body
     (request,) = node.chat.requests
     call, result = request.messages[-2], request.messages[-1]
-    assert call["tool_calls"][0]["function"] == {
-        "name": "read",
-        "arguments": {"filePath": "a.py"},
-    }
+    assert call["tool_calls"][0]["function"] == {"name": "read", "arguments": {"filePath": "a.py"}}
     assert result["tool_call_id"] == "abc123de0"
     assert [tool["function"]["name"] for tool in request.tools] == ["read"]
     (choice,) = reply.json["choices"]

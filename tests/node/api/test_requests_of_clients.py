@@ -149,10 +149,7 @@ def test_a_picture_that_a_tool_gave_is_a_note_and_named(node: Node) -> None:
     assert (reply.status, ignored(reply)[-1]) == (200, "messages[].content (an image)")
     turn = {"role": "tool", "content": "done", "images": [PIXEL], "tool_name": "f"}
     reply = node.ask("POST", "/api/chat", {"model": "demo", "messages": [*ASK, turn]})
-    assert (reply.status, ignored(reply)) == (
-        200,
-        ["messages[].content (an image)"],
-    )
+    assert (reply.status, ignored(reply)) == (200, ["messages[].content (an image)"])
     assert all("an image was here" in each.messages[-1]["content"] for each in node.chat.requests)
 
 
@@ -250,9 +247,6 @@ def test_anthropics_client_hears_of_an_unknown_model_in_its_own_words(
     body: Any = caught.value.body
     assert (body["type"], body["error"]["type"]) == ("error", "not_found_error")
     plain = node.ask("GET", "/v1/models/nope").error
-    assert (plain["type"], plain["message"]) == (
-        "invalid_request_error",
-        body["error"]["message"],
-    )
+    assert (plain["type"], plain["message"]) == ("invalid_request_error", body["error"]["message"])
     foreign = node.ask("GET", "/v1/models", headers={"anthropic-version": "x", "Host": "evil"})
     assert (foreign.status, foreign.json["type"]) == (421, "error"), "the guard knows it too"

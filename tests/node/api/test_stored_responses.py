@@ -9,13 +9,7 @@ from http_node import Node
 from openai import BadRequestError, NotFoundError
 from stored import Gate, serving_stored, store_in
 
-from exo_node.node.chat.requests import (
-    CallPart,
-    Finished,
-    ReasoningDelta,
-    Started,
-    TextDelta,
-)
+from exo_node.node.chat.requests import CallPart, Finished, ReasoningDelta, Started, TextDelta
 from exo_node.placement.errors import PeerLost
 
 FIELDS: dict[str, Any] = {"model": "demo", "store": True}

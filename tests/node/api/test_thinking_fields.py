@@ -118,10 +118,7 @@ def test_what_the_model_cannot_follow_is_named_in_every_dialect(
     [
         ({"thinking": {"type": "adaptive", "effort": "low"}}, {"thinking": True, "effort": "low"}),
         ({"thinking": {"type": "enabled", "max_tokens": 7}}, {"thinking": True, "budget": 7}),
-        (
-            {"thinking": {"effort": "low"}, "output_config": {"effort": "high"}},
-            {"effort": "high"},
-        ),
+        ({"thinking": {"effort": "low"}, "output_config": {"effort": "high"}}, {"effort": "high"}),
         ({"thinking": {"type": "disabled"}}, {"thinking": False}),
         ({}, {}),
     ],

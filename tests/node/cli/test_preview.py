@@ -256,10 +256,7 @@ def test_a_node_goes_by_name_or_id_and_an_ambiguous_name_is_refused() -> None:
     by_id = PlanBody(model="m", nodes=["b"])
     assert by_id.options(twins.nodes).nodes == (B,)
     for body, says in [
-        (
-            PlanBody(model="m", exclude=["mac"]),
-            r"'mac' means several of .*: mac \(a\), mac \(b\)",
-        ),
+        (PlanBody(model="m", exclude=["mac"]), r"'mac' means several of .*: mac \(a\), mac \(b\)"),
         (PlanBody(model="m", exclude=["pc"]), "'pc' means none of the live nodes"),
     ]:
         with pytest.raises(InvalidRequest, match=says) as caught:

@@ -98,10 +98,7 @@ def test_usable_memory_is_the_limit_or_a_share(
     ],
 )
 def test_metals_limit_is_what_mlx_reports(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    said: str | None,
-    limit: int,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, said: str | None, limit: int
 ) -> None:
     commands = list[tuple[str, ...]]()
 

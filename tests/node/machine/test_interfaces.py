@@ -105,9 +105,7 @@ def test_addresses_of_cables_come_first_and_bridges_to_virtual_machines_are_left
     assert [each.name for each in own_interfaces()] == ["bridge0", "en7", "en0"]
 
 
-def test_a_mac_that_did_not_name_its_ports_is_asked_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_mac_that_did_not_name_its_ports_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     answers, asked = [None, "", NOTEBOOK], list[str]()
 
     def output_of(*command: str) -> str | None:

@@ -16,11 +16,7 @@ from stored import add, number_of_chunks, run, store_in
 from exo_node.node.responses.database import FILE, FileDatabase
 from exo_node.node.responses.store import EndedResponse, NewResponse, ResponseStore
 from exo_node.node.responses.tables import ItemPlace
-from exo_node.placement.errors import (
-    InvalidRequest,
-    PreviousResponseNotFound,
-    ResponsesUnavailable,
-)
+from exo_node.placement.errors import InvalidRequest, PreviousResponseNotFound, ResponsesUnavailable
 
 
 def test_a_turn_takes_space_for_its_own_text_alone(tmp_path: Path) -> None:

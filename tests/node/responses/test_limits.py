@@ -62,9 +62,7 @@ def test_what_is_in_memory_is_on_no_disk(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_in_memory_is_gone_after_an_hour(
-    tmp_path: Path,
-) -> None:
+def test_what_is_in_memory_is_gone_after_an_hour(tmp_path: Path) -> None:
     now = [1000.0]
 
     async def work(store: ResponseStore) -> None:
