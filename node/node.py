@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
-from ..placement.ids import NodeId
-from ..proto import peer_pb2 as pb
 from .api.http.drain import Drain
 from .cluster.desired import DesiredPlacements
 from .cluster.node_exit import Outcome
@@ -54,11 +52,19 @@ class Node:
         self._background: list[asyncio.Task[None]] = []
         self._leaving = Drain(local.timing)
         self._supervisor = Supervisor(
-            _runner_host(local), self._runner_ended, local.profiling.correct, local.note_gpu_fault
+            _runner_host(local),
+            lambda spec, why: self._placements.actions.note_ended(
+                local.id, spec.placement, spec.stage, why
+            ),
+            local.profiling.correct,
+            local.note_gpu_fault,
         )
         desired = DesiredPlacements(keep_alive_s=settings.keep_alive)
         self._peering = peering = PeerWiring(
-            local, self._supervisor.states, self._node_lost, desired
+            local,
+            self._supervisor.states,
+            lambda node, why: self._placements.actions.note_node_lost(node, why),
+            desired,
         )
         cluster, timing, events = peering.cluster, local.timing, local.events
         fetcher = _fetcher(local, peering)
@@ -180,12 +186,6 @@ class Node:
         _ = self._stack.push_async_callback(server.close)
         local.http_port = await self._api.start()
         _ = self._stack.push_async_callback(self._api.close)
-
-    def _runner_ended(self, spec: pb.StageSpec, why: str) -> None:
-        self._placements.actions.note_ended(self.local.id, spec.placement, spec.stage, why)
-
-    def _node_lost(self, node: NodeId, why: str) -> None:
-        self._placements.actions.note_node_lost(node, why)
 
     def _live_requests(self) -> int:
         return sum(state.live_requests for state in self._supervisor.states())

@@ -1,7 +1,8 @@
-"""The event loop of `async def` tests."""
+"""The event loop of `async def` tests, and how they wait."""
 
 import asyncio
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 
@@ -23,3 +24,10 @@ def is_of_a_closed_loop(fault: object) -> bool:
         return False
     frames = traceback.extract_tb(fault.__traceback__)
     return any(frame.name.endswith("PollerCompletionQueue._handle_events") for frame in frames)
+
+
+async def until(holds: Callable[[], object], *, look_s: float = 0.01) -> None:
+    """Looks every `look_s` seconds, for a minute at most."""
+    async with asyncio.timeout(60):
+        while not holds():
+            await asyncio.sleep(look_s)

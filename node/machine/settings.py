@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, Literal, get_args
 
@@ -67,12 +68,8 @@ def _default_name() -> str:
     return name.encode()[:MAX_NAME_BYTES].decode(errors="ignore") or "node"
 
 
-def _default_profiles_file() -> Path:
-    return platformdirs.user_config_path("exo-node", appauthor=False) / "profiles.toml"
-
-
-def _default_cards_dir() -> Path:
-    return platformdirs.user_config_path("exo-node", appauthor=False) / "cards"
+def _in_configuration(name: str) -> Path:
+    return platformdirs.user_config_path("exo-node", appauthor=False) / name
 
 
 Port = Annotated[int, BeforeValidator(as_port)]
@@ -107,8 +104,8 @@ class Settings(BaseModel):
     grpc_port: Port = DEFAULT_GRPC_PORT
     interface: Annotated[str, BeforeValidator(as_interface)] | None = None
     data_dir: DataDir = Field(default_factory=default_data_dir)
-    cards_dir: DataDir = Field(default_factory=_default_cards_dir)
-    profiles_file: DataDir = Field(default_factory=_default_profiles_file)
+    cards_dir: DataDir = Field(default_factory=partial(_in_configuration, "cards"))
+    profiles_file: DataDir = Field(default_factory=partial(_in_configuration, "profiles.toml"))
     keep_alive: Annotated[float, BeforeValidator(duration_s)] = math.inf
     models_dirs: Annotated[tuple[Path, ...], BeforeValidator(as_folders)] = ()
     peers: Annotated[tuple[str, ...], BeforeValidator(as_peers)] = ()

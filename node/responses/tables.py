@@ -89,10 +89,6 @@ def unpack(packed: bytes, most: int = 0) -> bytes:
         ) from None
 
 
-def unpack_json(packed: bytes) -> Any:
-    return json.loads(unpack(packed))
-
-
 def add_chunk(connection: sqlite3.Connection, packed: bytes, previous: int | None) -> int:
     """Writes packed items after the chunk `previous` and returns the new chunk's id."""
     added = connection.execute(
@@ -148,7 +144,7 @@ def end_interrupted(connection: sqlite3.Connection, id: str) -> None:
     """Gives a response that no process works on any more the end that it lacks."""
     (packed,) = connection.execute("SELECT body FROM response WHERE id = ?", (id,)).fetchone()
     error = {"code": "server_error", "message": _INTERRUPTED}
-    body = unpack_json(packed) | {"status": "failed", "error": error}
+    body = json.loads(unpack(packed)) | {"status": "failed", "error": error}
     _ = connection.execute(
         "UPDATE response SET status = 'failed', body = ? WHERE id = ?", (pack_json(body), id)
     )

@@ -95,7 +95,8 @@ class Access:
         own = (*_LOOPBACK_NAMES, literal)
         exact = {f"{name}:{port}" for name in own} | (set(own) if port == 80 else set[str]())
         allowed = {each.lower() for each in self.hosts}
-        return host in exact | allowed or (host.rpartition(":")[0] in allowed and _has_port(host))
+        name, _, own_port = host.rpartition(":")
+        return host in exact | allowed or (name in allowed and own_port.isdecimal())
 
     def requires_key(self) -> bool:
         return self.api_key is not None or (self.tokens is not None and self.tokens.is_required)
@@ -240,10 +241,6 @@ def _is_public(method: str, path: str) -> bool:
     """Whether every user of the machine may ask for it where there is no API key."""
     reads = method not in METHODS_WITH_BODY
     return reads or path in _PUBLIC_POSTS or path.startswith((OLLAMA_PREFIX, RESPONSES_PREFIX))
-
-
-def _has_port(host: str) -> bool:
-    return host.rpartition(":")[2].isdecimal() and not host.endswith("]")
 
 
 def _refused_framing(headers: Headers) -> HttpFault | None:

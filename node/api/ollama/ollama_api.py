@@ -217,7 +217,8 @@ def _line(
     thinking: str = "",
     calls: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    head: dict[str, Any] = {"model": model, "created_at": _now()}
+    now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    head: dict[str, Any] = {"model": model, "created_at": now}
     thoughts = {"thinking": thinking} if thinking else {}
     if kind == "generate":
         return {**head, "response": text, **thoughts, "done": False}
@@ -236,7 +237,3 @@ def _call(call: CallPart) -> dict[str, Any]:
 
 def _nanoseconds(seconds: float) -> int:
     return int(seconds * 1e9)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")

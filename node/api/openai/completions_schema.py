@@ -32,10 +32,6 @@ def _prompts(value: Any) -> list[str | list[int]]:
     return prompts
 
 
-def _none_of_false(value: Any) -> Any:
-    return None if value is False else value
-
-
 class CompletionBody(OpenAiBody):
     refused_fields: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         name: values for name, values in NEUTRAL.items() if name != "echo"
@@ -51,7 +47,7 @@ class CompletionBody(OpenAiBody):
         int | None,
         Field(ge=0, le=5),
         BeforeValidator(
-            _none_of_false,
+            lambda value: None if value is False else value,
             json_schema_input_type=Annotated[int | Literal[False] | None, Field(ge=0, le=5)],
         ),
     ] = None

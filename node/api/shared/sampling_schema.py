@@ -31,22 +31,17 @@ StopString = Annotated[str, Field(min_length=1, max_length=256)]
 StopStrings = Annotated[list[StopString] | None, Field(max_length=16)]
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 Stop = Annotated[
     StopStrings,
-    BeforeValidator(_as_list, json_schema_input_type=StopString | list[StopString] | None),
+    BeforeValidator(
+        lambda value: [value] if isinstance(value, str) else value,
+        json_schema_input_type=StopString | list[StopString] | None,
+    ),
 ]
 
 
 def none_of_minus_one(value: Any) -> Any:
     return None if isinstance(value, int) and value == -1 else value
-
-
-def _zero_of_minus_one(value: Any) -> Any:
-    return 0 if isinstance(value, int) and value == -1 else value
 
 
 _FromMinusOne = Annotated[int | None, Field(ge=-1, le=UINT32)]
@@ -56,7 +51,9 @@ MaxTokens = Annotated[int | None, Field(ge=1, le=UINT32), NoneOfMinusOne]
 TopK = Annotated[
     int | None,
     Field(ge=0, le=UINT32),
-    BeforeValidator(_zero_of_minus_one, json_schema_input_type=_FromMinusOne),
+    BeforeValidator(
+        lambda value: 0 if value == -1 else value, json_schema_input_type=_FromMinusOne
+    ),
 ]
 """0 is no filter, and so is vLLM's -1."""
 

@@ -107,20 +107,16 @@ def thinking_options(
     another name for them, or other levels.
     """
     variables = {} if kwargs is None else kwargs.values()
-    all_switches = [*switches, *(variables.pop(name, None) for name in _SWITCHES)]
+    own = (variables.pop(name, None) for name in _SWITCHES)
+    given = [switch for switch in (*switches, *own) if switch is not None]
     level = variables.pop(_EFFORT, None)
     options = {
         "effort": effort or level,
-        "thinking": _joint(all_switches),
+        "thinking": all(given) if given else None,
         "budget": budget or None,
     }
     options = {name: value for name, value in options.items() if value is not None}
     return options | ({"kwargs": variables} if variables else {})
-
-
-def _joint(switches: list[bool | None]) -> bool | None:
-    values = [switch for switch in switches if switch is not None]
-    return all(values) if values else None
 
 
 def merge_options(profile: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,9 @@ from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any, get_args
 
+import psutil
 import pytest
+from loops import until
 
 from exo_node.node.machine import awake
 from exo_node.node.machine.awake import Awake, KeepAwake, inhibitor
@@ -49,14 +51,7 @@ def install(tmp_path: Path, held: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 
 def living(held: Path) -> list[int]:
     pids = [int(line) for line in held.read_text().split()] if held.exists() else []
-    return [pid for pid in pids if Path(f"/proc/{pid}").exists() or _lives(pid)]
-
-
-def _lives(pid: int) -> bool:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, 0)
-        return True
-    return False
+    return [pid for pid in pids if psutil.pid_exists(pid)]
 
 
 def nothing(name: str) -> None:
@@ -77,12 +72,6 @@ async def running(
     finally:
         _ = task.cancel()
         _ = await asyncio.gather(task, return_exceptions=True)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 async def test_it_holds_while_there_is_work_and_lets_go_afterwards(

@@ -2,10 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from loops import until
 
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.log import HumanFormatter, request_scope
@@ -29,12 +29,6 @@ class Work:
             self.turns += 1
             if self.broken:
                 raise RuntimeError(f"turn {self.turns}")
-            await asyncio.sleep(0.01)
-
-
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not holds():
             await asyncio.sleep(0.01)
 
 

@@ -5,13 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from exo_node.node.cli.client import client_settings
 from exo_node.node.machine.setting_values import is_loopback
 from exo_node.node.machine.settings import (
     SOURCES,
-    Settings,
     check_mlx_extras,
     forget_variables_of_libraries,
     installed_distributions,
@@ -156,12 +154,6 @@ def test_a_bad_value_names_the_variable_that_gave_it(field: str, text: str) -> N
     _assert_names(caught.value, variable, not_in=flag or "--")
 
 
-def test_a_wrong_choice_of_kernels_is_told_with_the_right_ones() -> None:
-    with pytest.raises(InvalidSettings) as caught:
-        load_settings({}, {"EXO_KERNELS": "none"})
-    assert caught.value.message == "EXO_KERNELS: 'none' is no choice; give one of auto, mlx"
-
-
 def _assert_names(error: InvalidSettings, origin: str, *, not_in: str) -> None:
     assert error.param == origin
     assert error.message.startswith(f"{origin}: ")
@@ -236,12 +228,6 @@ def test_a_key_file_given_by_flag_wins_over_the_key_variable() -> None:
 def test_two_variables_with_a_cluster_key_are_refused() -> None:
     with pytest.raises(InvalidSettings, match="EXO_CLUSTER_KEY_FILE"):
         load_settings({}, {"EXO_CLUSTER_KEY": "abc", "EXO_CLUSTER_KEY_FILE": __file__})
-
-
-def test_settings_cannot_change() -> None:
-    settings: Settings = load_settings({}, {})
-    with pytest.raises(ValidationError):
-        setattr(settings, "port", 1)  # noqa: B010
 
 
 @pytest.mark.parametrize(
@@ -339,21 +325,16 @@ def test_a_runner_keeps_what_it_compiles_where_its_node_does() -> None:
     assert "EXO_API_KEY" not in inherited
 
 
-@pytest.mark.parametrize(("system", "value"), [("darwin", "0"), ("linux", None)])
-def test_macs_of_different_age_multiply_float32_alike(
-    monkeypatch: pytest.MonkeyPatch, system: str, value: str | None
+@pytest.mark.parametrize(
+    ("system", "name"), [("darwin", "MLX_ENABLE_TF32"), ("linux", "MLX_CUDA_USE_CUDNN_SDPA")]
+)
+def test_runners_take_no_products_and_no_attention_that_are_not_exact(
+    monkeypatch: pytest.MonkeyPatch, system: str, name: str
 ) -> None:
     monkeypatch.setattr(sys, "platform", system)
-    assert runner_environment({"MLX_ENABLE_TF32": "1"}).get("MLX_ENABLE_TF32") == value
-
-
-@pytest.mark.parametrize(("system", "value"), [("darwin", None), ("linux", "0")])
-def test_runners_on_cuda_take_no_attention_of_cudnn(
-    monkeypatch: pytest.MonkeyPatch, system: str, value: str | None
-) -> None:
-    monkeypatch.setattr(sys, "platform", system)
-    name = "MLX_CUDA_USE_CUDNN_SDPA"
-    assert runner_environment({name: "1"}).get(name) == value
+    names = ("MLX_ENABLE_TF32", "MLX_CUDA_USE_CUDNN_SDPA")
+    own = runner_environment(dict.fromkeys(names, "1"))
+    assert {each: own[each] for each in names if each in own} == {name: "0"}
 
 
 def test_variables_of_a_file_are_those_that_are_not_set(

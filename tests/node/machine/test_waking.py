@@ -3,9 +3,9 @@
 import asyncio
 import sys
 import time
-from collections.abc import Callable
 
 import pytest
+from loops import until
 
 from exo_node.node.machine import waking
 from exo_node.node.machine.waking import WakeWatch, seconds
@@ -23,12 +23,6 @@ class Clock:
         self.looks += 1
         self.now_s += 1 + self.happens.get(self.looks, 0.0)
         return self.now_s
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not holds():
-            await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize(

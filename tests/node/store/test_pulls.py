@@ -10,6 +10,7 @@ import pytest
 from hub import COMMIT, MODEL, REPOSITORY, FakeHub, git_hash, serve
 from huggingface_hub import constants
 from huggingface_hub.utils import WeakFileLock
+from loops import until
 from models import make_checkpoint
 
 from exo_node.node.machine.events import EventLog
@@ -70,12 +71,6 @@ def fetcher() -> Iterator[Fetcher]:
 def pulls(tmp_path: Path, fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch) -> Pulls:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     return Pulls(ModelLibrary((), offline=False), EventLog(), TICK_S, fetcher, fetcher.scan)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not holds():
-            await asyncio.sleep(TICK_S)
 
 
 async def states_of(pulls: Pulls, pull: Pull) -> list[dict[str, Any]]:
