@@ -3,12 +3,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final
 
-import typer
-
 from ...placement.errors import InvalidSettings
 from . import output
 from .client import call, connect
-from .flags import AsJson, DataDir, LocalPort, group, option
+from .flags import AsJson, DataDir, LocalPort, group, option, switch
 from .load import preview_path, preview_text
 from .output import Json, table, texts
 from .times import TIMES
@@ -17,7 +15,7 @@ _PROFILE: Final = "/v1/cluster/profile"
 _INSTALL: Final = "`pip install 'exo-node[bench]'`, or in a checkout `pip install ./bench`, adds it"
 
 _PlacedModel = Annotated[str | None, option("ID", "Say where this model would be placed, and why.")]
-_Measure = Annotated[bool, typer.Option("--measure", help="Measure every link anew first.")]
+_Measure = Annotated[bool, switch("Measure every link anew first.", "--measure")]
 
 bench = group("Measure models on this machine, and the cluster.")
 

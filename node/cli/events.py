@@ -5,20 +5,14 @@ from contextlib import closing
 from datetime import datetime
 from typing import Annotated, Any
 
-import typer
-
 from ..machine.events import EVENTS_PATH
 from ..machine.log import escape_controls
 from .client import connect, follow
-from .flags import AsJson, DataDir, LocalPort, option
+from .flags import AsJson, DataDir, LocalPort, option, switch
 
-_Follow = Annotated[
-    bool, typer.Option("--follow", "-f", help="Go on with what happens, until Ctrl-C.")
-]
+_Follow = Annotated[bool, switch("Go on with what happens, until Ctrl-C.", "--follow", "-f")]
 _Limit = Annotated[int, option("N", "The latest N of those before.", min=0, max=1000)]
-_Own = Annotated[
-    bool, typer.Option("--node", help="What this node saw itself, not what the head did.")
-]
+_Own = Annotated[bool, switch("What this node saw itself, not what the head did.", "--node")]
 
 
 def events(

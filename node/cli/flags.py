@@ -44,6 +44,11 @@ def option(metavar: str, help: str, *names: str, **details: Any) -> Any:
     return typer.Option(*names, metavar=metavar, help=help, **details)
 
 
+def switch(help: str, *names: str) -> Any:
+    """An option that is on or off."""
+    return typer.Option(*names, help=help)
+
+
 def argument(metavar: str, help: str, **details: Any) -> Any:
     return typer.Argument(metavar=metavar, help=help, **details)
 
@@ -55,7 +60,7 @@ LocalPort = Annotated[
         "PORT", "The node's HTTP port; default: that of the node on the data folder. [EXO_PORT]"
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AsJson = Annotated[bool, switch("Print JSON.", "--json")]
 Dtype = Annotated[
     str | None, option("DTYPE", "auto, float32, bfloat16 or float16; default: auto. [EXO_DTYPE]")
 ]
@@ -67,7 +72,7 @@ ModelsDir = Annotated[
         "repeatable. [EXO_MODELS_DIR]",
     ),
 ]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Yes = Annotated[bool, switch("Do not ask.", "--yes", "-y")]
 Model = Annotated[str, argument("MODEL", "A model's id.", autocompletion=models_on_disk)]
 MinNodes = Annotated[int | None, option("N", "Over so many nodes at least.", min=1)]
 MaxNodes = Annotated[int | None, option("N", "Over so many nodes at most.", min=1)]

@@ -12,7 +12,7 @@ from ..machine.log import escape_controls
 from ..machine.node_names import named_node
 from . import output
 from .client import ApiEndpoint, call, client_settings, connect, find_node
-from .flags import AsJson, DataDir, LocalPort, Yes, argument
+from .flags import AsJson, DataDir, LocalPort, Yes, argument, switch
 from .output import Json, confirm, note, table, text_of, texts
 from .status import node_row
 from .times import TIMES
@@ -36,12 +36,10 @@ _Without = Annotated[
         help="A node that stays out: its name, or 8 characters or more of its id. Repeatable."
     ),
 ]
-_RekeyYes = Annotated[
-    bool, typer.Option("--yes", "-y", help="Do not ask; leave out who cannot be reached.")
-]
+_RekeyYes = Annotated[bool, switch("Do not ask; leave out who cannot be reached.", "--yes", "-y")]
 
 _Again = Annotated[
-    bool, typer.Option("--again", help="Ask the clusters that this node left; no key is needed.")
+    bool, switch("Ask the clusters that this node left; no key is needed.", "--again")
 ]
 
 _REQUESTS: Final = "/v1/join/requests"

@@ -22,7 +22,7 @@ from ..machine.setting_sources import environment
 from .client import ApiEndpoint, call, client_settings, locate
 from .coding_tools import KEY, TOOLS, CodingTool, Invocation, ServedModel, shell_lines
 from .failures import CommandFailed
-from .flags import DataDir, LocalPort, argument, models_on_disk, option
+from .flags import DataDir, LocalPort, argument, models_on_disk, option, switch
 from .load import load as load_model
 from .load import preview_path
 from .output import note
@@ -190,7 +190,7 @@ _Model = Annotated[
     ),
 ]
 _Print = Annotated[
-    bool, typer.Option("--print", help="Print what would be run, for a shell; nothing is loaded.")
+    bool, switch("Print what would be run, for a shell; nothing is loaded.", "--print")
 ]
 _Context = Annotated[
     int | None,

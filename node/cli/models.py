@@ -8,7 +8,7 @@ import typer
 
 from . import output
 from .client import call, client_settings, find_node
-from .flags import AsJson, DataDir, LocalPort, ModelsDir, argument
+from .flags import AsJson, DataDir, LocalPort, ModelsDir, argument, switch
 from .output import Json, joined, size, table, text_of
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..store.library import ModelLibrary
 
 _Catalog = Annotated[
-    bool, typer.Option("--catalog", help="The models that exo-node has cards of, on disk or not.")
+    bool, switch("The models that exo-node has cards of, on disk or not.", "--catalog")
 ]
 ModelId = Annotated[str, argument("ID", "A model's id, OWNER/NAME on the hub.")]
 

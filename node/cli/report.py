@@ -14,7 +14,7 @@ from ..machine.private_files import update_private
 from .child import local_model, model_facts, read_child
 from .client import ApiEndpoint, call, client_settings, follow
 from .doctor import check_all, endpoint_or_fault
-from .flags import DataDir, LocalPort, ModelsDir, argument, option
+from .flags import DataDir, LocalPort, ModelsDir, argument, option, switch
 from .output import note
 from .times import TIMES
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 _File = Annotated[str | None, argument("[FILE]", "Where to write it.")]
 _Share = Annotated[
     bool,
-    typer.Option(
+    switch(
+        "Measure a model here and write the figures to publish: no names, paths or texts.",
         "--share",
-        help="Measure a model here and write the figures to publish: no names, paths or texts.",
     ),
 ]
 _Model = Annotated[

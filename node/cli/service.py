@@ -18,7 +18,7 @@ import typer
 from ...placement.errors import ExoNodeError
 from ..machine.private_files import replace_private
 from .client import client_settings
-from .flags import AsJson, DataDir, Yes, group
+from .flags import AsJson, DataDir, Yes, group, switch
 from .output import confirm, joined, note
 from .times import TIMES
 
@@ -190,7 +190,7 @@ def _daemon() -> Manager:
 
 
 _System = Annotated[
-    bool, typer.Option("--system", help="macOS: a daemon, which needs no login and no permission.")
+    bool, switch("macOS: a daemon, which needs no login and no permission.", "--system")
 ]
 
 

@@ -14,7 +14,7 @@ from ...placement.errors import ExoNodeError, InvalidSettings
 from ..machine.data_dir_lock import Running, find_running
 from .client import ApiEndpoint, client_settings, no_node, read_text
 from .failures import CommandFailed
-from .flags import AsJson, DataDir, Dtype, ModelsDir, option
+from .flags import AsJson, DataDir, Dtype, ModelsDir, option, switch
 from .output import note, print_result
 from .times import TIMES
 
@@ -75,9 +75,7 @@ _ClusterKeyFile = Annotated[
         "FILE", "The cluster's key; EXO_CLUSTER_KEY may hold the key itself. [EXO_CLUSTER_KEY_FILE]"
     ),
 ]
-_NoMdns = Annotated[
-    bool, typer.Option("--no-mdns", help="Neither announce nor look for peers. [EXO_MDNS=0]")
-]
+_NoMdns = Annotated[bool, switch("Neither announce nor look for peers. [EXO_MDNS=0]", "--no-mdns")]
 _MemoryLimit = Annotated[
     str | None,
     option(
@@ -86,14 +84,11 @@ _MemoryLimit = Annotated[
         "80 % of what is free elsewhere. [EXO_MEMORY_LIMIT]",
     ),
 ]
-_Offline = Annotated[
-    bool, typer.Option("--offline", help="Talk to nobody but peers. [EXO_OFFLINE=1]")
-]
+_Offline = Annotated[bool, switch("Talk to nobody but peers. [EXO_OFFLINE=1]", "--offline")]
 _AutoDownload = Annotated[
     bool,
-    typer.Option(
-        "--auto-download",
-        help="A request may download the model that it names. [EXO_AUTO_DOWNLOAD=1]",
+    switch(
+        "A request may download the model that it names. [EXO_AUTO_DOWNLOAD=1]", "--auto-download"
     ),
 ]
 _LogFormat = Annotated[

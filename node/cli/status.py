@@ -5,13 +5,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Final
 
-import typer
-
 from ...placement.cluster import layer_range
 from . import output
 from .client import call, connect
 from .failures import CommandFailed
-from .flags import AsJson, DataDir, LocalPort
+from .flags import AsJson, DataDir, LocalPort, switch
 from .load import held_options_text
 from .output import Json, caches_text, share, size, table, text_of, texts
 from .times import TIMES
@@ -24,9 +22,7 @@ _PREFIX_HEADER: Final = ("TOKENS FROM MEMORY", "FROM DISK", "FROM COPIES")
 _NOTHING: Final[Json] = {}
 
 
-_Watch = Annotated[
-    bool, typer.Option("--watch", help="On a terminal: again each second, until Ctrl-C.")
-]
+_Watch = Annotated[bool, switch("On a terminal: again each second, until Ctrl-C.", "--watch")]
 
 
 def status(

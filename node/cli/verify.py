@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from .child import absolute, depth_error, local_model, model_facts, run_child
-from .flags import Dtype, ModelsDir, argument, option
+from .flags import Dtype, ModelsDir, argument, option, switch
 
 if TYPE_CHECKING:
     from ..placements.local_model import LocalModel
@@ -18,7 +18,7 @@ _Model = Annotated[str, argument("[MODEL]", "A model's id, or a checkpoint's fol
 _Depth = Annotated[
     int | None, option("K", "Most drafts a round; default: the card's.", "--k", min=1)
 ]
-_Quick = Annotated[bool, typer.Option("--quick", help="Fewer prompts, tokens and samples.")]
+_Quick = Annotated[bool, switch("Fewer prompts, tokens and samples.", "--quick")]
 _Report = Annotated[
     str | None, option("FILE", "Write the report to send to us; - prints it instead.", "--json")
 ]
