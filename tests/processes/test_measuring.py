@@ -18,6 +18,8 @@ from engines import STORY
 from models import make_checkpoint
 from nodes import Node, copy_key, eventually, grpc_address, node, sees
 
+from exo_node.shard.model.fusing import may_begin_unfused
+
 WHILE_IDLE = {"EXO_MEASURE_AT_LOAD": "0"}
 LIMIT_S = 600.0
 """Long: other processes may keep the machine busy."""
@@ -52,23 +54,43 @@ def story(running: Node) -> Any:
     return body["generation_stats"]
 
 
-def test_the_first_answer_waits_for_no_measurement_and_later_ones_have_its_drafts(
-    fresh: Node,
-) -> None:
-    first = story(fresh)
-    assert (first["drafter_kind"], first["num_draft_tokens"]) == ("none", 0)
-    for field in ("drafting_reason", "lookup_reason", "batching_reason"):
-        assert first[field].startswith("not measured yet"), (field, first[field])
-    assert not model(fresh)["native_mtp"]["parked"], "it is only not measured"
-    _ = story(fresh)  # while it is measured, perhaps
-    eventually(lambda: is_measured(fresh), LIMIT_S)
-    later = story(fresh)
-    assert later["drafter_kind"] == "native_mtp" and later["accepted_draft_tokens"] > 0
-    assert (later["greedy_identity"], later["lookup_reason"]) == ("bitwise", "")
-    drafting = fresh.call("GET", "/v1/placements").body["data"][0]["drafting"]
-    assert drafting["drafter_kind"] == "native_mtp" and drafting["prompt_lookup"]["enabled"]
-    assert fresh.stop() == 0
-    assert "Traceback" not in fresh.log.read_text()
+def held_compiler(folder: Path) -> dict[str, str]:
+    """Variables of a node that has compiled nothing and whose g++ works once `folder/go` exists.
+
+    Until then nothing is measured, however long the first answer takes to come. Ten minutes end it.
+    """
+    folder.mkdir()
+    wait = f"for second in $(seq 600); do [ -e {folder}/go ] && break; sleep 1; done"
+    text = f"""#!/bin/sh
+[ "$1" = --version ] || {{ {wait}; }}
+PATH="{os.environ["PATH"]}" exec g++ "$@"
+"""
+    _ = (folder / "g++").write_text(text)
+    (folder / "g++").chmod(0o755)
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    return {"PATH": path, "HOME": str(folder), "XDG_CACHE_HOME": str(folder)}
+
+
+@pytest.mark.skipif(not may_begin_unfused(), reason="loads wait for a compiler, or need none")
+def test_the_first_answer_waits_for_no_compiler_and_no_measurement(tmp_path: Path) -> None:
+    flags, held = ("--no-mdns", "--dtype", "float32"), tmp_path / "held"
+    env = WHILE_IDLE | held_compiler(held)
+    with node(tmp_path / "fresh", *flags, env=env, measures=True) as fresh:
+        first = story(fresh)
+        assert (first["drafter_kind"], first["num_draft_tokens"]) == ("none", 0)
+        for field in ("drafting_reason", "lookup_reason", "batching_reason"):
+            assert first[field].startswith("not measured yet"), (field, first[field])
+        assert not model(fresh)["native_mtp"]["parked"], "it is only not measured"
+        (held / "go").touch()
+        _ = story(fresh)  # while it is compiled or measured, perhaps
+        eventually(lambda: is_measured(fresh), LIMIT_S)
+        later = story(fresh)
+        assert later["drafter_kind"] == "native_mtp" and later["accepted_draft_tokens"] > 0
+        assert (later["greedy_identity"], later["lookup_reason"]) == ("bitwise", "")
+        drafting = fresh.call("GET", "/v1/placements").body["data"][0]["drafting"]
+        assert drafting["drafter_kind"] == "native_mtp" and drafting["prompt_lookup"]["enabled"]
+        assert fresh.stop() == 0
+        assert "Traceback" not in fresh.log.read_text()
 
 
 def test_a_runner_that_is_killed_while_it_measures_leaves_whole_results(fresh: Node) -> None:
