@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, get_args
 
 from ..placement.card import Capability, ModelCard
@@ -27,23 +27,16 @@ _UNKNOWN: Final = ("context_length", "native_mtp", "prompt_lookup", "mtp", "fits
 """Facts of an entry that need the card of a whole checkpoint."""
 
 
+@dataclass(slots=True)
 class ModelList:
     """The models in the shape of `GET /v1/models`."""
 
-    def __init__(
-        self,
-        library: ModelLibrary,
-        placements: Placements,
-        cluster: Cluster,
-        source: NodeFactsSource,
-        created: int,
-    ) -> None:
-        self._library = library
-        self._placements = placements
-        self._cluster = cluster
-        self._source = source
-        self._created = created
-        self._fits: dict[object, Fit] = {}
+    _library: ModelLibrary
+    _placements: Placements
+    _cluster: Cluster
+    _source: NodeFactsSource
+    _created: int
+    _fits: dict[object, Fit] = field(default_factory=dict[object, Fit])
 
     async def on_disk(self) -> list[dict[str, Any]]:
         """Every model on a disk of the cluster: this node's, then those that only others have."""

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from math import inf
 from typing import Any, Protocol
 from urllib.parse import parse_qsl
@@ -144,17 +145,15 @@ class HeadForwarder:
         await _Passage(self._client, request, receive, send).through(node)
 
 
+@dataclass
 class _Passage:
     """One request on its way to a head, and its answer back."""
 
-    def __init__(
-        self, client: HeadClient, request: pb.HttpRequest, receive: Receive, send: Send
-    ) -> None:
-        self._client = client
-        self._request = request
-        self._receive = receive
-        self._send = send
-        self.started = False
+    _client: HeadClient
+    _request: pb.HttpRequest
+    _receive: Receive
+    _send: Send
+    started: bool = False
 
     async def through(self, head: NodeId) -> None:
         """Ends with the answer, or with the client. Raises PeerLost as soon as the head is lost.

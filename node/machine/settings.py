@@ -80,20 +80,12 @@ Switch = Annotated[bool, BeforeValidator(as_switch)]
 
 
 class Settings(BaseModel):
-    """The settings of `exo-node start`. Sizes in bytes; a port of 0 takes a free one.
+    """The settings of `exo-node start`; docs/settings.md says what each means.
 
-    `interface` None listens for peers on every private address; `models_dirs` are searched
-    besides the data folder's `models` and the Hugging Face cache; `memory_limit` None takes the
-    share that `hardware` allows. A `native_mtp_*` switch that is None is on and may be changed at
-    run time; a variable fixes it. `native_mtp_default_k`: drafts a round of a request that
-    names no K, until depths can be compared; 0 takes each card's own.
-    `profiles_file` need not exist. `keep_alive`: seconds after which an idle model is unloaded.
-    `kv_bits`: bits of attention's caches, 0 for none, in place of each card's; None leaves it.
-    `prefix_disk_gb`: GB of cached prefixes on disk; None takes a share of the free space.
-    `responses_gb`: GB of stored responses, 0 for none; `responses_keep`: seconds until one expires.
-    `load_timeout` is in seconds; see `load_watch`. `timing` is "lan", or "local" for nodes that are
-    all on one machine. `log_file` None: stderr. `keep_awake`: when the machine may not go to sleep
-    by itself; None leaves it to the page.
+    Sizes are in bytes, times in seconds. A port of 0 takes a free one. A `native_mtp_*` switch and
+    a `keep_awake` that are None may be changed at run time; a variable fixes them. None takes each
+    card's `kv_bits`, and the share that `hardware` allows as `memory_limit`; a
+    `native_mtp_default_k` of 0 takes each card's own.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")

@@ -50,20 +50,14 @@ STATUS_HEARTBEATS: Final = 3
 """Heartbeats for which an answer's status waits for its first event, which may be a refusal."""
 
 
+@dataclass(frozen=True, slots=True)
 class Answering:
     """Answers over a `Chat`. `heartbeat_s`: the longest time without data on a stream."""
 
-    def __init__(
-        self,
-        chat: Chat,
-        heartbeat_s: float,
-        clock: Callable[[], float] = time.monotonic,
-        profiles: ProfileFile | None = None,
-    ) -> None:
-        self.chat = chat
-        self._profiles = profiles
-        self._heartbeat_s = heartbeat_s
-        self._clock = clock
+    chat: Chat
+    heartbeat_s: float
+    clock: Callable[[], float] = time.monotonic
+    profiles: ProfileFile | None = None
 
     def route(self, dialect: Dialect[Body]) -> ApiRoute:
 
@@ -74,14 +68,14 @@ class Answering:
 
     async def profiled(self, generation: GenerationRequest) -> GenerationRequest:
         """The generation, to the profile's model if it names one. Raises ModelNotFound."""
-        return await profiled(self._profiles, generation) if self._profiles else generation
+        return await profiled(self.profiles, generation) if self.profiles else generation
 
     async def encode(self, generation: GenerationRequest) -> Encoded:
         """The model's input. Raises the errors of `Chat.encode`."""
         return await self.chat.encode(await self.profiled(generation))
 
     def silence(self) -> Silence:
-        return Silence(self._heartbeat_s, self._clock)
+        return Silence(self.heartbeat_s, self.clock)
 
     async def respond(self, request: Request, exchange: Exchange) -> Response:
         """The answer to `exchange`.
