@@ -130,7 +130,7 @@ def start_node(
 
     It ends on Ctrl-C, SIGTERM or `exo-node stop`. A flag wins over its [VARIABLE].
     """
-    given = {name: value for name, value in locals().items() if value not in (None, False, [])}
+    given = {flag: value for flag, value in locals().items() if value not in (None, False, [])}
     _ = given.pop("environment_file", None)
     flags = {
         "models_dirs": given.pop("models_dir", None),
