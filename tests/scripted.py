@@ -10,7 +10,7 @@ at any temperature, the answer is the same.
 # pyright: reportUnknownMemberType=false
 
 import json
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
@@ -58,30 +58,10 @@ def make_scripted(folder: Path, script: Script, context: int = CONTEXT, check: s
 
     `check`: what its template does before it renders messages, such as to refuse some.
     """
-    messages = TEMPLATE.read_text().partition("{%- if add_generation_prompt")[0]
-    answer = "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    control: dict[str, bool] = dict.fromkeys(_CONTROL, False)
-    return write_checkpoint(folder, script.steps, check + messages + answer, control, context)
-
-
-def write_checkpoint(
-    folder: Path,
-    steps: Sequence[Sequence[str]],
-    template: str,
-    control: Mapping[str, bool],
-    context: int = CONTEXT,
-    ends: Sequence[str] = (),
-    calls: Sequence[int] = (),
-) -> Path:
-    """Writes a checkpoint that answers with these steps; no token is in two of them.
-
-    `template`: one that ends with the beginning of an answer. `control`: its control tokens, and
-    whether each is flagged as special. `ends`: those that end an answer. `calls`: how many each
-    step but the last one makes; by default one.
-    """
     folder.mkdir(parents=True)
+    steps = script.steps
     begins = [f"<step_{number}>" for number in range(len(steps))]
-    tokens = dict.fromkeys((*control, *begins, *chain(*steps)))
+    tokens = dict.fromkeys((*_CONTROL, *begins, *chain(*steps)))
     ids = {token: _ORDINARY + number for number, token in enumerate(tokens)}
     vocabulary = (_ORDINARY + len(ids) + 15) // 16 * 16
     hidden = (sum(map(len, steps)) + len(steps) + 64) // 64 * 64
@@ -100,13 +80,10 @@ def write_checkpoint(
         "rope_theta": 1e9,
         "max_position_embeddings": context,
         "tie_word_embeddings": False,
-        "eos_token_id": [_END, *(ids[token] for token in ends)],
+        "eos_token_id": [_END],
     }
     _ = (folder / "config.json").write_text(json.dumps(config))
-    special = {token for token, is_special in control.items() if is_special}
-    calls = calls or [1] * (len(steps) - 1)
-    numbers = [number for number, count in enumerate(calls) for _ in range(count)]
-    _write_text_files(folder, ids, special, template, [*numbers, len(calls)])
+    _write_text_files(folder, ids, check, len(steps) - 1)
     pairs = zip(begins, steps, strict=True)
     chains = [[ids[token] for token in (begin, *step)] for begin, step in pairs]
     weights = _layer(hidden) | _script_weights(chains, vocabulary, hidden)
@@ -114,27 +91,25 @@ def write_checkpoint(
     return folder
 
 
-def _write_text_files(
-    folder: Path, ids: Mapping[str, int], special: Set[str], template: str, steps: list[int]
-) -> None:
+def _write_text_files(folder: Path, ids: Mapping[str, int], check: str, last: int) -> None:
     """The demo's tokenizer with these tokens, and the template with the step's token at its end.
 
-    `steps`: the step by the number of results that tools have given.
+    A step for each result that tools have given, up to the `last` one.
     """
     tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
     some: dict[str, Any] = tokenizer["added_tokens"][0]
     tokenizer["added_tokens"] += [
-        {**some, "id": id, "content": token, "special": token in special}
-        for token, id in ids.items()
+        {**some, "id": id, "content": token, "special": False} for token, id in ids.items()
     ]
     _ = (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     config = json.loads((DEMO / "tokenizer_config.json").read_text())
     _ = config.pop("chat_template"), config.pop("model_max_length")
     _ = (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    messages = TEMPLATE.read_text().partition("{%- if add_generation_prompt")[0]
     count = "messages | selectattr('role', 'equalto', 'tool') | list | length"
-    begin = f"<step_{{{{ {steps}[[{count}, {len(steps) - 1}] | min] }}}}>"
+    begin = f"<|im_start|>assistant\n<step_{{{{ [{count}, {last}] | min }}}}>"
     end = f"{{%- if add_generation_prompt %}}{begin}{{% endif %}}"
-    _ = (folder / "chat_template.jinja").write_text(template + end)
+    _ = (folder / "chat_template.jinja").write_text(check + messages + end)
 
 
 def _script_weights(chains: list[list[int]], vocabulary: int, hidden: int) -> dict[str, mx.array]:

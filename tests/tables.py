@@ -87,8 +87,6 @@ class TableHead:
 
     table: Logits
     cache: Any = None
-    passes_of_drafts: list[int] = field(default_factory=list[int])
-    """Tokens that each draft had, by its passes: committed rows, then one for each further one."""
 
     def __post_init__(self) -> None:
         self._table = _device(self.table)
