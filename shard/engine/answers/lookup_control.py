@@ -123,7 +123,7 @@ class LookupControl:
         `shared`: in steps that others shared."""
         if not request.drafting.prompt_lookup:
             return NOT_ASKED
-        if self.is_near_tie and request.k:
+        if self.is_near_tie and request.k and not self.off_reason:
             return NEAR_TIES.format(self.part)
         reason = self.refusal or (self.shared_reason if shared else "")
         return reason if began else reason or NOT_MEASURED

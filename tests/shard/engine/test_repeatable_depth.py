@@ -119,6 +119,8 @@ def test_requests_that_draft_there_copy_nothing_since_the_clock_decides_copies(
     metal: OnChip,
 ) -> None:
     served = metal.engine(0)
+    refused = served.lookup.reason(asked())
+    assert refused.startswith("a verify of 4 rows") and "ENABLED=0" not in refused, "no remedy"
     force(served.lookup, FixedLength(3))  # as if that length were exact
     got = answer(served, asked())
     assert "follow the clock" in got.stats.lookup_reason
