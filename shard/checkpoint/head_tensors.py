@@ -27,12 +27,8 @@ _FP8_BLOCK = 128
 _CLAIMS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 
 
-@dataclass(frozen=True, slots=True)
-class _TensorStorage:
-    """A tensor that can be read: its scales and biases, and its bits where mlx packed it."""
-
-    companions: tuple[str, ...] = ()
-    bits: int | None = None
+_TensorStorage = tuple[tuple[str, ...], int | None]
+"""A tensor that can be read: its scales and biases, and its bits where mlx packed it."""
 
 
 class _UnusableHead(Exception):
@@ -190,10 +186,11 @@ def _check(layout: HeadLayout, config: Mapping[str, Any], tensors: HeadTensors) 
         raise _incomplete(missing, shapes[missing[0]], tensors)
     expected, bits = set(shapes), dict[str, int]()
     for name, shape in shapes.items():
-        storage = _storage_of(name, shape, tensors, fp8=layout.reads_fp8(config))
-        expected.update(storage.companions)
-        if storage.bits is not None:
-            bits[name] = storage.bits
+        fp8 = layout.reads_fp8(config)
+        companions, packed_bits = _storage_of(name, shape, tensors, fp8=fp8)
+        expected.update(companions)
+        if packed_bits is not None:
+            bits[name] = packed_bits
     if extra := sorted(set(tensors) - expected):
         raise _UnusableHead(
             f"the MTP head has {len(extra)} tensors that config.json does not predict, "
@@ -229,7 +226,7 @@ def _storage_of(name: str, shape: Shape, tensors: HeadTensors, *, fp8: bool) -> 
     if tensor.dtype not in _FLOATS:
         raise _unreadable(tensor)
     _require_shape(tensor, shape)
-    return _TensorStorage()
+    return (), None
 
 
 def _require_shape(tensor: Tensor, shape: Shape) -> None:
@@ -266,7 +263,7 @@ def _packed(name: str, shape: Shape, tensors: HeadTensors) -> _TensorStorage:
                 f"does not fit {packed.name} of {shape}. {_ORIGINAL}"
             )
         groups = {tensor.shape}
-    return _TensorStorage((f"{stem}scales", f"{stem}biases"), bits)
+    return (f"{stem}scales", f"{stem}biases"), bits
 
 
 def _blocks(name: str, shape: Shape, tensors: HeadTensors) -> _TensorStorage:
@@ -278,7 +275,7 @@ def _blocks(name: str, shape: Shape, tensors: HeadTensors) -> _TensorStorage:
     if scale.dtype not in _FLOATS:
         raise _unreadable(scale)
     _require_shape(scale, tuple(-(-length // _FP8_BLOCK) for length in shape))
-    return _TensorStorage((f"{name}_scale_inv",))
+    return (f"{name}_scale_inv",), None
 
 
 def _unreadable(tensor: Tensor) -> _UnusableHead:

@@ -1,5 +1,6 @@
 """Runs the arms of a benchmark on the loaded model, in turns, and times their answers."""
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.model.load import Loaded, load
 from exo_node.shard.model.tensors import DTYPES
 from exo_node.shard.tools.share.speeds import (
-    Stopwatch,
     TimedAnswer,
     measured_engine,
     timed_answer,
@@ -157,14 +157,14 @@ def _mlx_lm(request: BenchRequest, spec: pb.StageSpec) -> Answer:
     sampler = make_sampler(temp=request.temperature)
 
     def answer(prompt: Sequence[int], max_tokens: int) -> TimedAnswer:
-        watch, ids, finish = Stopwatch(), list[int](), ""
+        times, ids, finish = [time.perf_counter()], list[int](), ""
         stream = stream_generate(
             model, tokenizer, list(prompt), max_tokens=max_tokens, sampler=sampler
         )
         for part in stream:
-            watch.event()
+            times.append(time.perf_counter())
             ids.append(int(part.token))
             finish = part.finish_reason or ""
-        return TimedAnswer(tuple(ids), watch.ttft_s, watch.decode_s, finish, None)
+        return TimedAnswer.of(ids, times, finish)
 
     return answer

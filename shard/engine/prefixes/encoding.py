@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
@@ -68,14 +68,6 @@ def encoded(
     return description, _stored(arrays)
 
 
-class JoinedDescription(NamedTuple):
-    """One description in place of several."""
-
-    description: dict[str, Any]
-    tensors: list[Mapping[str, str]]
-    """The names of the tensors that are needed, with their new names, by file."""
-
-
 PrefixContent = PrefixFile | ReceivedPrefix
 """A file of a prefix, or what another runner sent in its place."""
 CONTENT_FAULTS: Final = (OSError, MemoryError, *FORWARD_FAULTS)
@@ -137,9 +129,12 @@ def _names_in(spans: Iterable[Iterable[Mapping[str, Any] | None]]) -> list[str]:
     return [name for span in spans for part in span if part is not None for name in part["names"]]
 
 
-def joined_description(descriptions: Sequence[Mapping[str, Any]]) -> JoinedDescription:
+def joined_description(
+    descriptions: Sequence[Mapping[str, Any]],
+) -> tuple[dict[str, Any], list[Mapping[str, str]]]:
     """The description of one file that has what several have: those of a prefix's parents in order,
-    and its own, whose tensors keep their names."""
+    and its own, whose tensors keep their names; and by file the names of the tensors that are
+    needed, with their new names."""
     spans, tensors = list[Any](), list[Mapping[str, str]]()
     *parents, last = descriptions
     for number, described in enumerate(parents):
@@ -150,9 +145,8 @@ def joined_description(descriptions: Sequence[Mapping[str, Any]]) -> JoinedDescr
     spans += last["spans"]
     tensors.append({name: name for name in last["tensors"]})
     first_turn = next((d["first_turn"] for d in descriptions if d["first_turn"]), 0)
-    return JoinedDescription(
-        {**last, "begin": 0, "parent": None, "spans": spans, "first_turn": first_turn}, tensors
-    )
+    whole = {"begin": 0, "parent": None, "spans": spans, "first_turn": first_turn}
+    return {**last, **whole}, tensors
 
 
 def _renamed(

@@ -145,11 +145,9 @@ def _of_files(disk: PrefixDisk, path: PromptPath, key: str) -> Iterator[Buffer]:
     Raises OSError, ValueError or a parser's error for a file that is gone or was changed.
     """
     files = disk.descriptions(path)
-    joined = joined_description([description for _, description in files])
-    described = joined.description | _identity(key, joined.description["name"])
-    sources = [
-        _FileTensors(file, names) for (file, _), names in zip(files, joined.tensors, strict=True)
-    ]
+    joined, tensors = joined_description([description for _, description in files])
+    described = joined | _identity(key, joined["name"])
+    sources = [_FileTensors(file, names) for (file, _), names in zip(files, tensors, strict=True)]
     entries = dict[str, TensorEntry]()
     for each in sources:
         entries |= each.entries()

@@ -87,10 +87,6 @@ class GgufModel:
         # GGUF drops the first dimension of a matrix with one row.
         return array[None] if name.endswith("ffn_gate_inp_shexp.weight") else array
 
-    def is_router(self, name: str) -> bool:
-        """Whether the tensor chooses experts: small, and its bits count for more."""
-        return ".ffn_gate_inp" in name
-
 
 def model_of(file: GgufFile) -> GgufModel:
     """The model of a file. Raises InvalidCheckpoint, which names what exo-node does not know."""

@@ -74,7 +74,7 @@ def import_gguf(
     file.require_bytes(
         {tensor.name: stored_bytes(file, tensor) for tensor in file.tensors.values()}
     )
-    chosen = {name: None if dense else _bits(file, model, name, bits) for name in model.names}
+    chosen = {name: None if dense else _bits(file, name, bits) for name in model.names}
     sizes = {name: written_bytes(file.tensors[name], each) for name, each in chosen.items()}
     with new_folder(target) as folder:
         _require_room(folder, sum(sizes.values()))
@@ -102,11 +102,12 @@ def _version(file: GgufFile) -> tuple[int, int, int]:
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
-def _bits(file: GgufFile, model: GgufModel, name: str, bits: int | None) -> int | None:
+def _bits(file: GgufFile, name: str, bits: int | None) -> int | None:
     tensor = file.tensors[name]
     if not name.endswith(_WEIGHT) or len(tensor.shape) < 2:
         return None
-    fits = tensor.shape[-1] % GROUP == 0 and not model.is_router(name)
+    # Routers are small, and their bits count for more.
+    fits = tensor.shape[-1] % GROUP == 0 and ".ffn_gate_inp" not in name
     return kept_bits(tensor) or (bits if fits else None)
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Final
+from typing import Final, Self
 
 from ....mtp.types import GenerationStats, Sampling
 from ....placement.errors import LoadFailed
@@ -39,28 +39,17 @@ class TimedAnswer:
     finish: str
     stats: GenerationStats | None
 
-
-class Stopwatch:
-    """Times of the first and the last event since it was made."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self._first = self._last = self._start
-        self._events = 0
-
-    def event(self) -> None:
-        self._last = time.perf_counter()
-        if not self._events:
-            self._first = self._last
-        self._events += 1
-
-    @property
-    def ttft_s(self) -> float:
-        return self._first - self._start
-
-    @property
-    def decode_s(self) -> float:
-        return self._last - self._first
+    @classmethod
+    def of(
+        cls,
+        ids: Sequence[int],
+        times: Sequence[float],
+        finish: str,
+        stats: GenerationStats | None = None,
+    ) -> Self:
+        """`times`: of the request and of each event."""
+        first = times[min(1, len(times) - 1)]
+        return cls(tuple(ids), first - times[0], times[-1] - first, finish, stats)
 
 
 def measured_engine(loaded: Loaded, spec: pb.StageSpec) -> TextEngine:
@@ -87,13 +76,13 @@ def timed_answer(
         limits=pb.Limits(max_tokens=max_tokens),
         drafting=drafting,
     )
-    watch, ids = Stopwatch(), list[int]()
+    times, ids = [time.perf_counter()], list[int]()
     for event in engine.generate(parameters):
         if isinstance(event, Delta):
-            watch.event()
+            times.append(time.perf_counter())
             ids += event.round.tokens
         elif isinstance(event, AnswerEnd):
-            return TimedAnswer(tuple(ids), watch.ttft_s, watch.decode_s, event.reason, event.stats)
+            return TimedAnswer.of(ids, times, event.reason, event.stats)
     raise LoadFailed("the engine ended an answer without its last event")
 
 
