@@ -5,7 +5,8 @@ nodes of answers. Faults are injected by methods, and `check` says which promise
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, cast
@@ -67,12 +68,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._now
-
-
-def play(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Runs a course of events in virtual time."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(scenario())
 
 
 @dataclass(eq=False)
@@ -537,3 +532,15 @@ class Head(FakeStages, FakeFacts):
             await asyncio.sleep(1.0)
             raise
         return pb.RunnerState()
+
+
+@asynccontextmanager
+async def known_nodes(count: int = 3, room: float = 2.2) -> AsyncGenerator[World]:
+    """A world whose nodes know each other; no promise may be broken in it."""
+    world = World(count, room)
+    try:
+        await asyncio.sleep(4)
+        yield world
+        assert world.faults == []
+    finally:
+        await world.close()

@@ -3,11 +3,12 @@
 import asyncio
 import os
 import random
+from collections.abc import AsyncGenerator
 from math import inf
 
 import pytest
-from cluster_world import CONTEXT, World
-from test_stories import ALONE, PAIR, TRIO, M, N, play_story
+from cluster_world import CONTEXT, World, known_nodes
+from test_stories import ALONE, PAIR, TRIO, M, N
 
 from exo_node.node.machine.timing import LAN
 from exo_node.placement.errors import InsufficientMemory, LoadFailed
@@ -69,35 +70,43 @@ async def fault(world: World, chance: random.Random, *, partitions: bool) -> Non
             pass
 
 
+@pytest.fixture
+def chance(seed: int) -> random.Random:
+    return random.Random(seed)
+
+
+@pytest.fixture
+async def world(chance: random.Random) -> AsyncGenerator[World]:
+    async with known_nodes(chance.randint(2, 5), chance.choice([1.3, 2.2, 4.0])) as nodes:
+        yield nodes
+
+
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_random_faults_leave_every_answer_ended_and_every_model_served(seed: int) -> None:
-    chance = random.Random(seed)
-
-    async def story(world: World) -> None:
-        for _ in range(40):
-            await fault(world, chance, partitions=seed % 2 == 1)
-            await asyncio.sleep(chance.choice([0.5, 0.5, 1, 2, 5]))
-        for machine in world.machines.values():
-            machine.side, machine.draining, machine.fails = 0, False, []
-            machine.up = True
-        # A process that hangs with no answer on it is its node's to find.
-        for node, (name, number), process in world.processes():
-            if process.hangs:
-                world.crash(node, name, number)
-        await asyncio.sleep(CALM_S)
-        assert not world.answers, story_of(world)
-        leader = world.leader()
-        for model, desired in leader.desired.models.items():
-            if desired.used_at != -inf:
-                await check_served(world, model)
-        before = list(world.calls)
-        await asyncio.sleep(130 + LAN.settle_after_s)
-        assert len(world.calls) - len(before) <= 12, story_of(world)
-        before = list(world.calls)
-        await asyncio.sleep(100)
-        assert world.calls == before, "it rests"
-
-    play_story(story, count=chance.randint(2, 5), room=chance.choice([1.3, 2.2, 4.0]))
+async def test_random_faults_leave_every_answer_ended_and_every_model_served(
+    world: World, chance: random.Random, seed: int
+) -> None:
+    for _ in range(40):
+        await fault(world, chance, partitions=seed % 2 == 1)
+        await asyncio.sleep(chance.choice([0.5, 0.5, 1, 2, 5]))
+    for machine in world.machines.values():
+        machine.side, machine.draining, machine.fails = 0, False, []
+        machine.up = True
+    # A process that hangs with no answer on it is its node's to find.
+    for node, (name, number), process in world.processes():
+        if process.hangs:
+            world.crash(node, name, number)
+    await asyncio.sleep(CALM_S)
+    assert not world.answers, story_of(world)
+    leader = world.leader()
+    for model, desired in leader.desired.models.items():
+        if desired.used_at != -inf:
+            await check_served(world, model)
+    before = list(world.calls)
+    await asyncio.sleep(130 + LAN.settle_after_s)
+    assert len(world.calls) - len(before) <= 12, story_of(world)
+    before = list(world.calls)
+    await asyncio.sleep(100)
+    assert world.calls == before, "it rests"
 
 
 def story_of(world: World) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from cluster_world import World
-from test_stories import ALONE, PAIR, M, loads, placed, play_story
+from test_stories import ALONE, PAIR, M, loads, placed
 
 from exo_node.node.placements.loaded_placement import LoadedPlacement
 from exo_node.placement.errors import LoadFailed, PlacementSuperseded
@@ -31,97 +31,77 @@ def place(
         (ALONE, {"auto_replicas": True}, 'with replicas "auto" instead of 1'),
     ],
 )
-def test_a_request_learns_which_later_one_took_its_place_during_its_load(
-    options: PlanOptions, others: Mapping[str, Any], change: str
+async def test_a_request_learns_which_later_one_took_its_place_during_its_load(
+    world: World, options: PlanOptions, others: Mapping[str, Any], change: str
 ) -> None:
-    async def story(world: World) -> None:
-        first, second = place(world, ALONE), place(world, options, **others)
-        with pytest.raises(PlacementSuperseded, match=change):
-            _ = await first
-        record = await second
-        assert record.options == options and record.status == "ready"
-
-    play_story(story)
+    first, second = place(world, ALONE), place(world, options, **others)
+    with pytest.raises(PlacementSuperseded, match=change):
+        _ = await first
+    record = await second
+    assert record.options == options and record.status == "ready"
 
 
-def test_the_last_of_several_requests_at_once_is_placed_and_all_others_learn_of_it() -> None:
-    async def story(world: World) -> None:
-        contexts = [512, 256, 128, 64]
-        requests = [place(world, replace(ALONE, context=context)) for context in contexts]
-        *superseded, last = await asyncio.gather(*requests, return_exceptions=True)
-        assert [type(outcome) for outcome in superseded] == [PlacementSuperseded] * 3
-        assert isinstance(last, LoadedPlacement) and last.options.context == 64
-
-    play_story(story)
-
-
-def test_requests_for_the_same_placement_share_it() -> None:
-    async def story(world: World) -> None:
-        records = await asyncio.gather(*(place(world, PAIR, auto_replicas=True) for _ in range(3)))
-        assert len({record.id for record in records}) == 1 and loads(world) == 2
-
-    play_story(story)
+async def test_the_last_of_several_requests_at_once_is_placed_and_all_others_learn_of_it(
+    world: World,
+) -> None:
+    contexts = [512, 256, 128, 64]
+    requests = [place(world, replace(ALONE, context=context)) for context in contexts]
+    *superseded, last = await asyncio.gather(*requests, return_exceptions=True)
+    assert [type(outcome) for outcome in superseded] == [PlacementSuperseded] * 3
+    assert isinstance(last, LoadedPlacement) and last.options.context == 64
 
 
-def test_a_request_for_other_options_after_a_load_supersedes_no_answer() -> None:
-    async def story(world: World) -> None:
-        first = await place(world, ALONE)
-        second = await place(world, PAIR)
-        assert (first.options, second.options) == (ALONE, PAIR)
-
-    play_story(story)
+async def test_requests_for_the_same_placement_share_it(world: World) -> None:
+    records = await asyncio.gather(*(place(world, PAIR, auto_replicas=True) for _ in range(3)))
+    assert len({record.id for record in records}) == 1 and loads(world) == 2
 
 
-def test_a_request_whose_model_is_removed_during_its_load_learns_it() -> None:
-    async def story(world: World) -> None:
-        placing = place(world, PAIR)
-        await world.until(lambda: world.leader().records)
-        answer = world.ask(M, 3)
-        await world.leader().remove(world.leader().records[0].id)
-        with pytest.raises(PlacementSuperseded, match="meanwhile another request removed the mod"):
-            _ = await placing
-        await answer  # it takes any placement, and loads one
-
-    play_story(story)
+async def test_a_request_for_other_options_after_a_load_supersedes_no_answer(world: World) -> None:
+    first = await place(world, ALONE)
+    second = await place(world, PAIR)
+    assert (first.options, second.options) == (ALONE, PAIR)
 
 
-def test_a_superseded_request_leaves_what_the_later_one_desires() -> None:
-    async def story(world: World) -> None:
-        await placed(world, ALONE)
-        world.fail_loads(9)
-        first, second = place(world, PAIR), place(world, replace(PAIR, context=256))
-        with pytest.raises(PlacementSuperseded):
-            _ = await first
-        desired = world.leader().desired.get(M)
-        assert desired is not None and desired.options.context == 256
-        with pytest.raises(LoadFailed):
-            _ = await second
+async def test_a_request_whose_model_is_removed_during_its_load_learns_it(world: World) -> None:
+    placing = place(world, PAIR)
+    await world.until(lambda: world.leader().records)
+    answer = world.ask(M, 3)
+    await world.leader().remove(world.leader().records[0].id)
+    with pytest.raises(PlacementSuperseded, match="meanwhile another request removed the mod"):
+        _ = await placing
+    await answer  # it takes any placement, and loads one
 
-    play_story(story)
+
+async def test_a_superseded_request_leaves_what_the_later_one_desires(world: World) -> None:
+    await placed(world, ALONE)
+    world.fail_loads(9)
+    first, second = place(world, PAIR), place(world, replace(PAIR, context=256))
+    with pytest.raises(PlacementSuperseded):
+        _ = await first
+    desired = world.leader().desired.get(M)
+    assert desired is not None and desired.options.context == 256
+    with pytest.raises(LoadFailed):
+        _ = await second
 
 
 @pytest.mark.parametrize("answers", [0, 1])
 @pytest.mark.parametrize("serves", [False, True])
-def test_a_superseded_placement_is_not_loaded_where_the_later_one_fails(
-    serves: bool, answers: int
+async def test_a_superseded_placement_is_not_loaded_where_the_later_one_fails(
+    world: World, serves: bool, answers: int
 ) -> None:
     """The one that served before both is loaded again."""
-
-    async def story(world: World) -> None:
-        if serves:
-            await placed(world, ALONE)
-        world.fail_loads(9)
-        requests = [place(world, replace(PAIR, context=context)) for context in (512, 256, 256)]
-        waiting = [world.ask(M, 3) for _ in range(answers)]
-        outcomes = await asyncio.gather(*requests, return_exceptions=True)
-        assert [type(each) for each in outcomes] == [PlacementSuperseded, LoadFailed, LoadFailed]
-        _ = await asyncio.gather(*waiting)  # they had the same error
-        world.fail_loads(0)
-        await world.until(lambda: len(world.serving(M)) == serves, 10)
-        count = loads(world)
-        await asyncio.sleep(700)
-        records = [record for record in world.leader().records if not record.is_former]
-        assert [(each.options, each.status) for each in records] == [(ALONE, "ready")] * serves
-        assert loads(world) == count
-
-    play_story(story)
+    if serves:
+        await placed(world, ALONE)
+    world.fail_loads(9)
+    requests = [place(world, replace(PAIR, context=context)) for context in (512, 256, 256)]
+    waiting = [world.ask(M, 3) for _ in range(answers)]
+    outcomes = await asyncio.gather(*requests, return_exceptions=True)
+    assert [type(each) for each in outcomes] == [PlacementSuperseded, LoadFailed, LoadFailed]
+    _ = await asyncio.gather(*waiting)  # they had the same error
+    world.fail_loads(0)
+    await world.until(lambda: len(world.serving(M)) == serves, 10)
+    count = loads(world)
+    await asyncio.sleep(700)
+    records = [record for record in world.leader().records if not record.is_former]
+    assert [(each.options, each.status) for each in records] == [(ALONE, "ready")] * serves
+    assert loads(world) == count
