@@ -17,7 +17,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
 @pytest.fixture
 async def world(request: pytest.FixtureRequest) -> AsyncGenerator[World]:
     """Nodes that know each other; the mark `world` may give their `count` and `room`."""
-    marks: Any = request.node
-    mark = marks.get_closest_marker("world")
+    node: Any = request.node
+    mark: Any = node.get_closest_marker("world")
     async with known_nodes(**(mark.kwargs if mark else {})) as nodes:
         yield nodes
