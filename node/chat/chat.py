@@ -7,7 +7,7 @@ the head among them, the answer resumes from that log.
 import asyncio
 from collections.abc import AsyncGenerator, Generator, Iterable, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from ...placement.errors import PROMPT, ExoNodeError, InvalidRequest, PeerLost, StateLost
@@ -38,32 +38,26 @@ from .runners import Runners
 from .wire import encode_to_wire, sources_of, stats_to_json, to_wire
 
 
+@dataclass(eq=False, repr=False)
 class ChatService:
     """Answers the requests of this node's own clients."""
 
-    def __init__(
-        self,
-        heads: Heads,
-        runners: Runners,
-        metrics: Metrics,
-        timing: Timing,
-        *,
-        guards_loops: bool = True,
-    ) -> None:
-        """`guards_loops`: whether answers may be ended where they repeat themselves, if their
-        requests allow it."""
-        self._heads = heads
-        self._runners = runners
-        self._metrics = metrics
-        self.timing = timing
-        self._guards_loops = guards_loops
+    _heads: Heads
+    _runners: Runners
+    _metrics: Metrics
+    timing: Timing
+    _: KW_ONLY
+    guards_loops: bool = True
+    """Whether answers may be ended where they repeat themselves, if their requests allow it."""
+
+    def __post_init__(self) -> None:
         self.events = 0
         """The number of events of all answers so far; it grows while an answer makes progress."""
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         """Waits for the placement and for the request's turn, then streams; see `requests.Chat`."""
         arrived = self._metrics.now()
-        if not self._guards_loops:
+        if not self.guards_loops:
             request = replace(request, limits=changed(request.limits, loop_guard=False))
         prefixes = await replica_prefixes(self._heads, self._runners, request, self.timing)
         embeds = request.embeddings is not None

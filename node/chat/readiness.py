@@ -5,6 +5,7 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 
 from ...placement.errors import ExoNodeError
 from ...placement.ids import ModelId
@@ -16,20 +17,16 @@ from ..runners.runner_client import Endpoint
 from .runners import Runners
 
 
+@dataclass(eq=False, repr=False)
 class Readiness:
     """Probes each model that has not computed a step recently, with one token or embedding."""
 
-    def __init__(
-        self,
-        placements: Placements,
-        generators: Runners,
-        timing: Timing,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._placements = placements
-        self._generators = generators
-        self._timing = timing
-        self._clock = clock
+    _placements: Placements
+    _generators: Runners
+    _timing: Timing
+    _clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._probes: dict[ModelId, asyncio.Task[str]] = {}
 
     async def fault(self) -> str:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...placement.errors import PeerLost
@@ -13,7 +13,7 @@ from ..machine.events import EventLog
 from ..machine.tasks import Loops, cancel
 from ..rpc.control_client import ControlClient
 from ..rpc.control_server import PROTOCOL
-from .change_log import ChangeLog, term_trouble
+from .change_log import log_change, term_trouble
 from .cluster_state import Change, ClusterState
 from .desired import DesiredPlacements
 from .election import HeadChanged, HeadLost, TermRaised
@@ -22,45 +22,37 @@ from .member import Member, MemberFacts
 from .membership import Died, LeftCluster, Suspected
 
 
+@dataclass(eq=False, repr=False)
 class Cluster:
     """Owns membership and election; everything runs on the node's event loop."""
 
-    def __init__(
-        self,
-        describe_self: Callable[[], MemberFacts],
-        client: ControlClient,
-        cluster_state: ClusterState,
-        on_lost: Callable[[NodeId, str], None],
-        events: EventLog,
-        desired: DesiredPlacements,
-        loops: Loops,
-    ) -> None:
-        """`on_lost` is called with each node that died or left, and a sentence on it.
+    _describe_self: Callable[[], MemberFacts]
+    _client: ControlClient
+    _cluster_state: ClusterState
+    _on_lost: Callable[[NodeId, str], None]
+    """Called with each node that died or left, and a sentence on it."""
+    _events: EventLog
+    _desired: DesiredPlacements
+    """Sent where this node is the head, else replaced by the head's."""
+    _loops: Loops
 
-        `desired` is sent where this node is the head, else replaced by the head's.
-        """
-        self._describe_self = describe_self
-        self._client = client
-        self._cluster_state = cluster_state
-        self._on_lost = on_lost
-        self._events = events
-        self._desired = desired
-        self._loops = loops
-        self._timing = cluster_state.timing
+    def __post_init__(self) -> None:
+        self._timing = self._cluster_state.timing
         self._members: dict[NodeId, Member] = {}
         self._ticker: asyncio.Task[None] | None = None
         self._news = News()
         self._losses: dict[NodeId, asyncio.Event] = {}
-        self.self_id = cluster_state.self_id
+        self.self_id = self._cluster_state.self_id
         calls = Calls(
-            lambda: _address(describe_self().facts),
+            lambda: _address(self._describe_self().facts),
             self._heartbeat,
             self._record_answer,
             self._record_refusal,
             self._is_live,
         )
-        self._exchanges = Exchanges(self.self_id, client, loops, self._timing, self._news, calls)
-        self._log = ChangeLog(self.self_id, self.name, events)
+        self._exchanges = Exchanges(
+            self.self_id, self._client, self._loops, self._timing, self._news, calls
+        )
 
     def start(self) -> None:
         self._apply(self._cluster_state.tick(time.monotonic()))
@@ -304,7 +296,7 @@ class Cluster:
     def _apply(self, changes: Iterable[Change]) -> None:
         """Logs the changes, then does what follows from them."""
         for change in changes:
-            self._log.add(change, self._cluster_state)
+            log_change(change, self._cluster_state, self.name, self._events)
             match change:
                 case HeadChanged() | HeadLost() | TermRaised() | Suspected():
                     self._news.notify()  # a node that still vouches for a suspect delays its death

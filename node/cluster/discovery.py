@@ -69,29 +69,25 @@ class DiscoveredPeer:
     join_address: str | None = None
 
 
+@dataclass(eq=False, repr=False)
 class Discovery:
     """Runs until closed. `report` is called on the event loop, once for each address.
 
     An address is not reported again when its node comes back: the dialler keeps trying it.
     """
 
-    def __init__(
-        self,
-        announcement: Announcement,
-        interfaces: list[str] | None,
-        report: Callable[[DiscoveredPeer], None],
-        timing: Timing,
-    ) -> None:
-        """`interfaces`: IPv4 addresses to use, or None for all, also those that appear later."""
+    _own: Announcement
+    _interfaces: list[str] | None
+    """IPv4 addresses to use, or None for all, also those that appear later."""
+    _report: Callable[[DiscoveredPeer], None]
+    _timing: Timing
+
+    def __post_init__(self) -> None:
         self.failure: str | None = None
         """Why mDNS does not work now; also logged. The node still dials each `--peer`."""
         self.ignored = 0
         """Announcements that were malformed or over a limit."""
-        self._own = announcement
-        self._service = _service(announcement)
-        self._interfaces = interfaces
-        self._report = report
-        self._timing = timing
+        self._service = _service(self._own)
         self._seen: set[DiscoveredPeer] = set()
         self._zeroconf: Zeroconf | None = None
         """While it listens."""

@@ -69,25 +69,19 @@ class Calls:
     is_live: Callable[[NodeId], bool]
 
 
+@dataclass(eq=False, repr=False)
 class Exchanges:
     """One loop for each address; runs on the node's event loop."""
 
-    def __init__(
-        self,
-        self_id: NodeId,
-        client: ControlClient,
-        loops: Loops,
-        timing: Timing,
-        news: News,
-        calls: Calls,
-    ) -> None:
-        """`news` sends the next heartbeats at once."""
-        self._self = self_id
-        self._client = client
-        self._loops = loops
-        self._timing = timing
-        self._news = news
-        self._calls = calls
+    _self: NodeId
+    _client: ControlClient
+    _loops: Loops
+    _timing: Timing
+    _news: News
+    """Sends the next heartbeats at once."""
+    _calls: Calls
+
+    def __post_init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def dial(self, address: str, node: NodeId | None = None) -> None:

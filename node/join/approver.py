@@ -36,22 +36,17 @@ class _TypedDigits:
 _Decision = _TypedDigits | Refusal
 
 
+@dataclass(eq=False, repr=False)
 class Approver:
     """Serves the connections of the join port, and lets in the nodes whose digits were typed."""
 
-    def __init__(
-        self,
-        state: JoinState,
-        asker: Asker,
-        rekeying: Rekeying,
-        client: WatchedClient,
-        requests: PendingRequests,
-    ) -> None:
-        self._state = state
-        self._asker = asker
-        self._rekeying = rekeying
-        self._client = client
-        self._requests = requests
+    _state: JoinState
+    _asker: Asker
+    _rekeying: Rekeying
+    _client: WatchedClient
+    _requests: PendingRequests
+
+    def __post_init__(self) -> None:
         self._decisions: dict[str, asyncio.Future[_Decision]] = {}
         self._used_codes: dict[str, None] = {}
 

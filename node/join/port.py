@@ -21,22 +21,18 @@ log = logging.getLogger(__name__)
 MAX_CONNECTIONS: Final = 64
 
 
+@dataclass(eq=False, repr=False)
 class JoinPort:
     """Listens from `start` and answers from `begin` until `close`."""
 
-    def __init__(
-        self,
-        context: ssl.SSLContext,
-        attend: Callable[[JoinConnection], Awaitable[None]],
-        state: JoinState,
-        loops: Loops,
-    ) -> None:
-        """`attend` owns a connection until it returns; `state` reports failed handshakes."""
-        self._context = context
-        self._attend = attend
-        self._state = state
-        self._loops = loops
-        self._timing = state.timing
+    _context: ssl.SSLContext
+    _attend: Callable[[JoinConnection], Awaitable[None]]
+    """Owns a connection until it returns."""
+    _state: JoinState
+    _loops: Loops
+
+    def __post_init__(self) -> None:
+        self._timing = self._state.timing
         self._listeners: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
         self._callers: dict[asyncio.Task[None], _Caller] = {}

@@ -4,6 +4,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import Final
 
 from ...placement.errors import DigitsDiffer, ExoNodeError, PeerLost, Untrusted
@@ -27,6 +28,7 @@ _MAX_CHIP: Final = 100
 """Characters of the name of a chip, which a hello bounds."""
 
 
+@dataclass(eq=False, repr=False)
 class JoinState:
     """Mutable; used on the node's event loop only.
 
@@ -34,25 +36,18 @@ class JoinState:
     and while it is being let in, it lets no node into the cluster that it is about to leave.
     """
 
-    def __init__(
-        self,
-        keys: Keyring,
-        facts: Callable[[], pb.NodeFacts],
-        members: Cluster,
-        ending: NodeExit,
-        events: EventLog,
-        timing: Timing,
-    ) -> None:
-        self.keys = keys
-        self.members = members
-        self.ending = ending
-        self.events = events
-        self.timing = timing
-        self.is_settled = not keys.folder.is_fresh(keys.fingerprint)
+    keys: Keyring
+    _facts: Callable[[], pb.NodeFacts]
+    members: Cluster
+    ending: NodeExit
+    events: EventLog
+    timing: Timing
+
+    def __post_init__(self) -> None:
+        self.is_settled = not self.keys.folder.is_fresh(self.keys.fingerprint)
         """Whether this node did not found its cluster, or another one was ever let in there."""
         self.join_port = 0
-        self._public_key = proven_public_key(keys.identity)
-        self._facts = facts
+        self._public_key = proven_public_key(self.keys.identity)
         self._task = ""
         self._reports: dict[tuple[str, str], None] = {}
 

@@ -1,5 +1,7 @@
 """The head's rhythm: a pass over placements each second, and at once when the head changes."""
 
+from dataclasses import dataclass
+
 from ...placement.ids import ModelId
 from ..cluster.cluster import Cluster
 from ..cluster.desired import Desired, DesiredPlacements
@@ -8,22 +10,17 @@ from ..machine.timing import Timing
 from .placements import Placements
 
 
+@dataclass(eq=False, repr=False)
 class HeadWatch:
     """Begins and ends this node's time as the head."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        placements: Placements,
-        desired: DesiredPlacements,
-        events: EventLog,
-        timing: Timing,
-    ) -> None:
-        self._cluster = cluster
-        self._placements = placements
-        self._desired = desired
-        self._events = events
-        self._timing = timing
+    _cluster: Cluster
+    _placements: Placements
+    _desired: DesiredPlacements
+    _events: EventLog
+    _timing: Timing
+
+    def __post_init__(self) -> None:
         self._superseded: set[ModelId] = set()
         """Models with an event already: the last heartbeats of a head that lost may come late."""
 

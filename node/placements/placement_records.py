@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from math import inf
 
 from ...placement.card import ModelCard
@@ -19,22 +20,17 @@ from .stages import Facts
 from .state import Demand, Epoch, RunnerKey
 
 
+@dataclass(eq=False, repr=False)
 class PlacementRecords:
     """One `LoadedPlacement` for each name that runners carry, and one for each model without."""
 
-    def __init__(
-        self,
-        facts: Facts,
-        events: EventLog,
-        observations: Observations,
-        cards: Mapping[ModelId, ModelCard],
-        clock: Callable[[], float],
-    ) -> None:
-        self._facts = facts
-        self._events = events
-        self._observations = observations
-        self._cards = cards
-        self._clock = clock
+    _facts: Facts
+    _events: EventLog
+    _observations: Observations
+    _cards: Mapping[ModelId, ModelCard]
+    _clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
         self._records: dict[PlacementId, LoadedPlacement] = {}
         self._chips: dict[NodeId, str] = {}
         """Chips of nodes that were live, since a lost one's is needed afterwards."""

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import KW_ONLY, astuple, dataclass, replace
 
 from ...placement.card import ModelCard
 from ...placement.chunk import MOST
@@ -36,25 +36,20 @@ SHORTEST_S = 1e-9
 """Nor less than this: one over a few of the least numbers is endless, and no JSON."""
 
 
+@dataclass(eq=False, repr=False)
 class NodeFactsSource:
     """`placements.Facts` over the live members."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        library: ModelLibrary,
-        switches: Switches,
-        fetcher: ModelFetcher,
-        *,
-        auto_download: bool = False,
-    ) -> None:
-        """`auto_download`: an answer may begin with the download of its model."""
-        self._auto_download = auto_download
-        self._self = cluster.self_id
-        self._cluster = cluster
-        self._library = library
-        self._switches = switches
-        self._fetcher = fetcher
+    _cluster: Cluster
+    _library: ModelLibrary
+    _switches: Switches
+    _fetcher: ModelFetcher
+    _: KW_ONLY
+    auto_download: bool = False
+    """An answer may begin with the download of its model."""
+
+    def __post_init__(self) -> None:
+        self._self = self._cluster.self_id
 
     def nodes(self) -> list[LiveNode]:
         return [
@@ -145,7 +140,7 @@ class NodeFactsSource:
 
     async def require_files(self, model: ModelId) -> None:
         """Requires a model on a disk. Raises ModelNotFound with the command that gets it."""
-        if self._auto_download or self._is_held(model):
+        if self.auto_download or self._is_held(model):
             return
         if (await asyncio.to_thread(self._library.get, model)).folder is None:
             raise ModelNotFound(not_here(model), param="model")

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from ...placement.card import ModelCard
 from ...placement.errors import (
@@ -30,25 +31,19 @@ from .state import Connect, Epoch, FailureKind, Load, RunnerKey, StagedPlan, Sta
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class StageActions:
     """Has a task for each load, connection and unload; `close` ends them."""
 
-    def __init__(
-        self,
-        stages: Stages,
-        facts: Facts,
-        observations: Observations,
-        timing: Timing,
-        records: PlacementRecords,
-        changed: Callable[[], None],
-    ) -> None:
-        """`changed` is called after each outcome, and after each loss."""
-        self._stages = stages
-        self._facts = facts
-        self._observations = observations
-        self._timing = timing
-        self._records = records
-        self._changed = changed
+    _stages: Stages
+    _facts: Facts
+    _observations: Observations
+    _timing: Timing
+    _records: PlacementRecords
+    _changed: Callable[[], None]
+    """Called after each outcome, and after each loss."""
+
+    def __post_init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loads: dict[RunnerKey, asyncio.Task[None]] = {}
         self.busy: set[PlacementId] = set()

@@ -5,6 +5,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...placement.cluster import layer_range
@@ -30,20 +31,16 @@ from .stages import Progress
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class LocalStages:
     """Brings a stage's model here if it must, then starts a runner for its layers."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        fetcher: ModelFetcher,
-        profiling: Profiling,
-        supervisor: Supervisor,
-    ) -> None:
-        self._fetcher = fetcher
-        self._profiling = profiling
-        self._supervisor = supervisor
-        self._settings = settings
+    _settings: Settings
+    _fetcher: ModelFetcher
+    _profiling: Profiling
+    _supervisor: Supervisor
+
+    def __post_init__(self) -> None:
         self._loads: Counter[str] = Counter()
 
     async def load(self, spec: pb.StageSpec, progress: Progress) -> pb.LoadReady:

@@ -277,23 +277,19 @@ class RunnerProcess:
         return f"the runner of {s.model}, {layer_range(s.first_layer, s.end_layer)}, {how}{last}"
 
 
+@dataclass(eq=False, repr=False)
 class Supervisor:
     """The runners of this node, by placement and stage."""
 
-    def __init__(
-        self,
-        host: RunnerHost,
-        on_exit: Callable[[pb.StageSpec, str], None],
-        on_answer: OnAnswer | None = None,
-        on_gpu_fault: OnGpuFault = lambda _spec, _fault, _measured: None,
-    ) -> None:
-        """`on_exit(spec, reason)` is called for a ready runner that ended by itself; `on_answer`
-        with the speeds that an answer has shown while no other runner worked; `on_gpu_fault` before
-        a runner that one ended leaves `states`."""
-        self._host = host
-        self._on_exit = on_exit
-        self._on_answer = on_answer
-        self._on_gpu_fault = on_gpu_fault
+    _host: RunnerHost
+    _on_exit: Callable[[pb.StageSpec, str], None]
+    """Called for a ready runner that ended by itself, with the reason."""
+    _on_answer: OnAnswer | None = None
+    """Called with the speeds that an answer has shown while no other runner worked."""
+    _on_gpu_fault: OnGpuFault = lambda _spec, _fault, _measured: None
+    """Called before a runner that one ended leaves `states`."""
+
+    def __post_init__(self) -> None:
         self._runners: dict[tuple[str, int], RunnerProcess] = {}
 
     async def load(self, spec: pb.StageSpec, progress: Progress) -> pb.LoadReady:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from ...placement.card import ModelCard
@@ -46,26 +46,20 @@ class StageFolder:
     partial: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class ModelFetcher:
     """One for a node; loads of one model wait for each other."""
 
-    def __init__(
-        self,
-        library: ModelLibrary,
-        client: ModelFilesClient,
-        sources: Sources,
-        events: EventLog,
-        root: Path,
-        *,
-        may_download: bool,
-    ) -> None:
-        """`root`: exo-node's own folder of models."""
-        self._library = library
-        self._client = client
-        self._sources = sources
-        self._events = events
-        self._root = root
-        self._may_download = may_download
+    _library: ModelLibrary
+    _client: ModelFilesClient
+    _sources: Sources
+    _events: EventLog
+    _root: Path
+    """exo-node's own folder of models."""
+    _: KW_ONLY
+    may_download: bool
+
+    def __post_init__(self) -> None:
         self._locks: dict[ModelId, asyncio.Lock] = {}
 
     async def fetch(
@@ -214,7 +208,7 @@ class ModelFetcher:
         self, model: ModelId, report: OnProgress, refusals: Sequence[str]
     ) -> StageFolder:
         tried = f" It could not be copied from the nodes that have it: {'; '.join(refusals)}."
-        if not self._may_download:
+        if not self.may_download:
             absence = await asyncio.to_thread(self._library.absence, model)
             raise ModelNotFound(f"{absence.message}.{tried if refusals else ''}", param="model")
         loop = asyncio.get_running_loop()

@@ -112,24 +112,19 @@ class Pull:
         return (self.progress.done_bytes - before) / seconds if self.first and seconds > 1 else 0.0
 
 
+@dataclass(eq=False, repr=False)
 class Pulls:
     """The downloads of one node; its methods are called on the event loop."""
 
-    def __init__(
-        self,
-        library: ModelLibrary,
-        events: EventLog,
-        tick_s: float,
-        download: Download,
-        rescan: Callable[[], Awaitable[None]],
-    ) -> None:
-        """`tick_s`: the interval of looks at the progress. `rescan`: called when a model is whole,
-        before its followers learn of it."""
-        self._library = library
-        self._events = events
-        self._tick_s = tick_s
-        self._download = download
-        self._rescan = rescan
+    _library: ModelLibrary
+    _events: EventLog
+    _tick_s: float
+    """The interval of looks at the progress."""
+    _download: Download
+    _rescan: Callable[[], Awaitable[None]]
+    """Called when a model is whole, before its followers learn of it."""
+
+    def __post_init__(self) -> None:
         self._pulls: dict[str, Pull] = {}
         self._slots = asyncio.Semaphore(_AT_ONCE)
         self._deleting = asyncio.Lock()

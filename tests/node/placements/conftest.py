@@ -19,5 +19,6 @@ async def world(request: pytest.FixtureRequest) -> AsyncGenerator[World]:
     """Nodes that know each other; the mark `world` may give their `count` and `room`."""
     node: Any = request.node
     mark: Any = node.get_closest_marker("world")
-    async with known_nodes(**(mark.kwargs if mark else {})) as nodes:
+    options: dict[str, Any] = mark.kwargs if mark else {}
+    async with known_nodes(**options) as nodes:
         yield nodes

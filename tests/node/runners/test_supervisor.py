@@ -112,7 +112,8 @@ def supervisor_of(
     return Supervisor(
         host,
         lambda _, why: ends.append(why),
-        on_gpu_fault=lambda spec, fault, measured: faults.append((spec.placement, fault, measured)),
+        None,
+        lambda spec, fault, measured: faults.append((spec.placement, fault, measured)),
     )
 
 
