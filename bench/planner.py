@@ -13,7 +13,7 @@ from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import ClusterView, LinkFacts, NodeFacts
 from exo_node.placement.errors import InsufficientMemory
 from exo_node.placement.ids import NodeId
-from exo_node.placement.parse_card import parse_card
+from exo_node.placement.library import parse_card
 from exo_node.placement.plan import Preview, preview
 
 CLUSTERS = 40

@@ -15,15 +15,13 @@ fitting.py: whether a model fits, for lists of models
 gpu_faults.py: faults of a GPU, and the shorter chunks that avoid them
 ids.py: names that several processes use
 kv_bits.py: the bits of attention's caches in a placement
-library.py: cards from TOML files
+library.py: cards from TOML files and config.json, with one sentence about the first fault
 options.py: the options of a placement, checked
 pace.py: estimates for models that a node has not measured, by those that it has
-parse_card.py: cards from what files say, with one sentence about the first fault
 plan.py: the choice
 reasons.py: the reasons of a choice, for a person
 sampling_values.py: the sampling that a publisher suggests, and where each value comes from
 search.py: the cheapest pipeline, exact for up to eight nodes
-split.py: the number of layers of each stage
 split_refusal.py: the layers at which a model may be split
 weighing.py: all candidates ranked, over every dtype
 """

@@ -16,7 +16,7 @@ from .cost import (
 )
 from .ids import NodeId
 from .options import PlanLimits
-from .search import Problem, Route, SearchResult, search
+from .search import Problem, SearchResult, search
 
 # Costs are picoseconds. The last ten bits decide between equally fast placements: fewer nodes, then
 # fewer of them that must download the model.
@@ -90,7 +90,11 @@ def pipelines(
         task.limits.nodes, key=lambda node: (_ticks(layer_seconds(task.card, node)), node.id)
     )
     result = search(_problem(task, nodes), [other.cost for other in others])
-    return [_of_route(task, nodes, route) for route in result.routes], result
+    routes = [
+        candidate(task, tuple(nodes[i] for i in route.nodes), route.counts, route.cost)
+        for route in result.routes
+    ]
+    return routes, result
 
 
 def candidate(
@@ -117,10 +121,6 @@ def candidate(
 def seconds_of(cost: int) -> float:
     """The seconds in a cost."""
     return (cost >> _TIE_BITS) / _TICKS_PER_S
-
-
-def _of_route(task: PlacementTask, nodes: Sequence[NodeFacts], route: Route) -> Candidate:
-    return candidate(task, tuple(nodes[i] for i in route.nodes), route.counts, route.cost)
 
 
 def _problem(task: PlacementTask, nodes: Sequence[NodeFacts]) -> Problem:

@@ -29,6 +29,11 @@ _SIXTEENTHS_PER_BYTE = 16
 Width = Annotated[int, Field(ge=1, le=MAX_WIDTH)]
 
 
+def _contradiction(field: str, text: str) -> PydanticCustomError:
+    """A field that another one excludes; `text` says how, and what to do."""
+    return PydanticCustomError("cross_check", "{field} is {text}", {"field": field, "text": text})
+
+
 class NativeMtp(BaseModel):
     """The declaration that a checkpoint's own multi-token-prediction head may draft."""
 
@@ -48,11 +53,8 @@ class NativeMtp(BaseModel):
     @model_validator(mode="after")
     def _default_within_max(self) -> Self:
         if self.max_k < self.default_k:
-            raise PydanticCustomError(
-                "cross_check",
-                "{field} is {max_k}, below default_k = {default_k}: raise max_k or lower default_k",
-                {"field": "max_k", "max_k": self.max_k, "default_k": self.default_k},
-            )
+            low = f"{self.max_k}, below default_k = {self.default_k}"
+            raise _contradiction("max_k", f"{low}: raise max_k or lower default_k")
         return self
 
 
@@ -147,7 +149,7 @@ class ModelCard(BaseModel):
     variants: tuple[Variant, ...] = Field(default=(), strict=False, max_length=32)
 
     @model_validator(mode="after")
-    def _counts_agree(self) -> Self:
+    def _fields_agree(self) -> Self:
         for part, whole in (
             ("num_attention_layers", "num_layers"),
             ("num_experts_per_tok", "num_experts"),
@@ -155,27 +157,12 @@ class ModelCard(BaseModel):
         ):
             has, limit = getattr(self, part), getattr(self, whole)
             if has > limit:
-                raise PydanticCustomError(
-                    "cross_check",
-                    "{field} is {has}, above {whole} = {limit}: lower it",
-                    {"field": part, "has": has, "whole": whole, "limit": limit},
-                )
+                raise _contradiction(part, f"{has}, above {whole} = {limit}: lower it")
         if self.fp8 and self.quantization is not None:
-            raise PydanticCustomError(
-                "cross_check",
-                "{field} is true beside quantization = {bits}: remove one of them",
-                {"field": "fp8", "bits": self.quantization},
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _caches_can_be_quantised(self) -> Self:
+            both = f"true beside quantization = {self.quantization}"
+            raise _contradiction("fp8", f"{both}: remove one of them")
         if self.kv_bits is not None and (why := self.kv_refusal):
-            raise PydanticCustomError(
-                "cross_check",
-                "{field} is {bits}, and {why}: remove it",
-                {"field": "kv_bits", "bits": self.kv_bits, "why": why},
-            )
+            raise _contradiction("kv_bits", f"{self.kv_bits}, and {why}: remove it")
         return self
 
     @property

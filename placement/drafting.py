@@ -71,7 +71,8 @@ def choose_drafting(
     if card.embeds:
         return _none(GENERATES_NOTHING)
     if mtp is None:
-        return _none(undeclared_reason(card.id) + _unheeded(requested_k))
+        unheeded = f"\n(num_draft_tokens = {requested_k} had no effect)" if requested_k else ""
+        return _none(undeclared_reason(card.id) + unheeded)
     if requested_k is not None and requested_k > mtp.max_k:
         raise _refused(
             f"num_draft_tokens is {requested_k}, and {card.id} drafts at most {mtp.max_k} tokens "
@@ -152,10 +153,6 @@ def _objection(
             f"{mtp.max_k} to draft"
         )
     return ""
-
-
-def _unheeded(requested_k: int | None) -> str:
-    return f"\n(num_draft_tokens = {requested_k} had no effect)" if requested_k else ""
 
 
 def _none(reason: str) -> Drafting:

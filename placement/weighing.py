@@ -11,7 +11,7 @@ from .dtype import Dtype, dtypes_of, is_fast, needs_float32
 from .dtype_bytes import BYTES
 from .errors import InsufficientMemory
 from .kv_bits import KvBits
-from .options import PlanLimits, PlanOptions, limits_of
+from .options import PlanOptions, limits_of
 from .reasons import manual_split, wide_dtype_reason
 from .split_refusal import SplitRefusal
 
@@ -64,7 +64,8 @@ def rank(request: PlanRequest) -> Ranking:
 
     16 bits take the place of a faster float32 only where they need fewer nodes.
     """
-    narrow_dtype, wide_task = _narrow_dtype(request.card), request.task("float32")
+    own = request.card.dtype  # of 16 bits all take the same memory
+    narrow_dtype, wide_task = own if BYTES[own] == 2 else "bfloat16", request.task("float32")
     nodes = wide_task.limits.nodes
     wide = _search_dtype(request, wide_task, _float32_nodes(request, nodes))
     fast = [c for c in wide.choices if all(is_fast(node) for node in c.candidate.nodes)]
@@ -99,11 +100,6 @@ def weigh_manual_split(request: PlanRequest) -> WeighedCandidate:
     task = request.task(last.name)
     choice = WeighedCandidate(task, manual_split(task, counts), last)
     return _with_float32_reason(request, choice, request.task("float32"))
-
-
-def _narrow_dtype(card: ModelCard) -> str:
-    """The dtype in which 16 bits are weighed; all of that size take the same memory."""
-    return card.dtype if BYTES[card.dtype] == 2 else "bfloat16"
 
 
 def _float32_nodes(request: PlanRequest, nodes: Sequence[NodeFacts]) -> Sequence[NodeFacts]:
@@ -143,7 +139,8 @@ def _search_dtype(
         usable = () if outdone else dtypes_of(card, candidate.nodes)
         return [dtype for dtype in usable if BYTES[dtype.name] == size]
 
-    part = replace(task, limits=_limited_to(limits, nodes))
+    most = min(limits.max_stages, len(nodes))
+    part = replace(task, limits=replace(limits, nodes=tuple(nodes), max_stages=most))
     candidates = single_nodes(part) if limits.min_stages == 1 else []
     candidates = [single for single in candidates if dtypes(single)]
     sets, floor = len(candidates), math.inf
@@ -153,10 +150,6 @@ def _search_dtype(
         sets, floor = sets + result.sets, seconds_of(result.floor)
     choices = [WeighedCandidate(task, each, dtype) for each in candidates for dtype in dtypes(each)]
     return Ranking(choices, sets, floor, task)
-
-
-def _limited_to(limits: PlanLimits, nodes: Sequence[NodeFacts]) -> PlanLimits:
-    return replace(limits, nodes=tuple(nodes), max_stages=min(limits.max_stages, len(nodes)))
 
 
 def _is_outdone(card: ModelCard, candidate: Candidate, fewest: float) -> bool:

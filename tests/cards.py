@@ -2,7 +2,7 @@
 
 from exo_node.placement.card import ModelCard
 from exo_node.placement.cost import ModelSizes
-from exo_node.placement.parse_card import parse_card
+from exo_node.placement.library import parse_card
 
 MTP = {"default_k": 1, "max_k": 3}
 

@@ -18,7 +18,7 @@ from ...proto.fields import changed
 from ..machine.tasks import cancel
 from ..machine.timing import Timing
 from ..runners.runner_client import Endpoint, endpoints_of
-from .claim import Claim, Heads, replica_prefixes
+from .claim import Claim, Heads, Runners, replica_prefixes
 from .images import as_read
 from .metrics import AnswerMeter, Metrics
 from .requests import (
@@ -34,7 +34,6 @@ from .requests import (
     TextDelta,
 )
 from .resuming import AnswerLog
-from .runners import Runners
 from .wire import encode_to_wire, sources_of, stats_to_json, to_wire
 
 

@@ -17,12 +17,12 @@ from ...placement.ids import ModelId, NodeId, PlacementId
 from ...proto import peer_pb2 as pb
 from ...proto.bounds import MAX_REAL
 from ...proto.fields import filled
+from ..cluster.cluster import NO_HEAD
 from ..machine.tasks import cancel
 from ..machine.timing import Timing
 from ..runners.runner_client import Endpoint
 from .images import as_read
 from .requests import GenerationRequest
-from .runners import Runners
 from .wire import prompt_to_wire
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,39 @@ class Heads(Protocol):
         ...
 
 
+class Runners(Protocol):
+    """The runners as the entry node calls them."""
+
+    def generate(
+        self, endpoint: Endpoint, request: pb.GenerateRequest
+    ) -> AsyncGenerator[pb.GenerateEvent, None]:
+        """Generates an answer; closing it cancels. Raises PeerLost, or the runner's own error."""
+        ...
+
+    async def encode(self, endpoint: Endpoint, request: pb.EncodeRequest) -> pb.EncodeReply:
+        """Tokenises a prompt on the runner. Raises PeerLost, or the runner's own error."""
+        ...
+
+    async def find_prefix(self, endpoint: Endpoint, request: pb.GenerateRequest) -> pb.CachedPrefix:
+        """How much of a request's prompt the runner has cached; it waits for no computation.
+
+        Raises PeerLost, also where encoding the prompt takes too long, and the runner's refusal.
+        """
+        ...
+
+    async def ping(self, stage: Endpoint, placement: PlacementId, number: int) -> pb.RunnerState:
+        """The runner's state, within a second. Raises PeerLost."""
+        ...
+
+    async def forget(self, stage: Endpoint) -> None:
+        """Closes the connection to a runner that is lost."""
+        ...
+
+    def near(self, stage: Endpoint) -> Endpoint:
+        """The endpoint of a runner, with the address that is quickest from this node."""
+        ...
+
+
 class Claim:
     """The claim of one answer; `close` releases it."""
 
@@ -69,12 +102,15 @@ class Claim:
         model unloaded."""
         self._heads = heads
         self._profile = request.profile
+        stay_s = request.keep_alive_s
+        if stay_s is not None:  # the wire has no infinity; its greatest number is as good
+            stay_s = min(stay_s, MAX_REAL)
         self._request = filled(
             pb.AcquireRequest,
             request,
             request=request.id,
             background=request.sharing.background,
-            keep_alive_s=_keep_alive(request),
+            keep_alive_s=stay_s,
             release=release,
             prefixes=prefixes,
             embeds=embeds,
@@ -151,7 +187,7 @@ class Claim:
             except HeadGone as fault:
                 self._head = None
                 if not claim_request.holding and self._clock() - last_event_at > patience:
-                    tell(_headless(fault))
+                    tell(PeerLost(f"{NO_HEAD} ({fault.message})"))
                     return
             except ExoNodeError as fault:
                 if claim_request.holding:
@@ -169,18 +205,6 @@ class Claim:
         task, self._task = self._task, None
         if task is not None:
             await cancel([task])
-
-
-def _keep_alive(request: GenerationRequest) -> float | None:
-    """The wire has no infinity; its greatest number is as good."""
-    return None if request.keep_alive_s is None else min(request.keep_alive_s, MAX_REAL)
-
-
-def _headless(fault: HeadGone) -> PeerLost:
-    return PeerLost(
-        "the cluster has no head that answers; `exo-node status` shows which nodes do. "
-        f"Try again in a few seconds ({fault.message})"
-    )
 
 
 async def replica_prefixes(

@@ -14,7 +14,7 @@ from ..machine.timing import Timing
 from ..placements.loaded_placement import LoadedPlacement
 from ..placements.placements import Placements
 from ..runners.runner_client import Endpoint
-from .runners import Runners
+from .claim import Runners
 
 
 @dataclass(eq=False, repr=False)

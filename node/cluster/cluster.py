@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from ...placement.errors import PeerLost
 from ...placement.ids import NodeId, Term
@@ -20,6 +20,11 @@ from .election import HeadChanged, HeadLost, TermRaised
 from .exchanges import Calls, Exchanges, News
 from .member import Member, MemberFacts
 from .membership import Died, LeftCluster, Suspected
+
+NO_HEAD: Final = (
+    "the cluster has no head that answers; `exo-node status` shows which nodes do. Try again in a "
+    "few seconds"
+)
 
 
 @dataclass(eq=False, repr=False)
@@ -130,10 +135,7 @@ class Cluster:
                 while (head := self.head) is None:
                     await self._news.wait()
         except TimeoutError:
-            raise PeerLost(
-                "the cluster has no head that answers; `exo-node status` shows which nodes do. "
-                "Try again in a few seconds"
-            ) from None
+            raise PeerLost(NO_HEAD) from None
         return head
 
     async def wait_for_news(self, within_s: float) -> None:

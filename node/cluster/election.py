@@ -98,11 +98,8 @@ class _Lease:
 
 
 class Election:
-    """One node's view of the head.
-
-    Methods with `live` (the other nodes that may lead) return the changes that they cause; `now` is
-    in seconds of a monotonic clock.
-    """
+    """One node's view of the head. Methods with `live` (the other nodes that may lead) return the
+    changes that they cause; `now` is in seconds of a monotonic clock."""
 
     def __init__(
         self, self_id: NodeId, store: TermStore, now: float, timing: Timing, *, wait_s: float

@@ -66,8 +66,6 @@ class Asker:
         """The digits that this node shows; None while it asks no cluster."""
         return self._code if self.calls.applications() else None
 
-    # ----------------------------------------------------------------------- calls
-
     def _update_tasks(self) -> None:
         """Starts and cancels tasks, so that each called address has one."""
         for address in self._tasks.keys() - self.calls.calls.keys():
@@ -123,8 +121,6 @@ class Asker:
             case None:
                 pass
 
-    # ---------------------------------------------------------------------- proofs
-
     async def _ask_by_digits(
         self, line: JoinConnection, own: PeerIdentity, application: JoinApplication
     ) -> None:
@@ -164,8 +160,6 @@ class Asker:
             _ = self._state.events.add("join_approved", text, node=other.node)
             peers = (other.address, *approved.peers[:_MAX_PEERS])
             self._state.ending.decide(RestartWithKey(tuple(dict.fromkeys(peers))))
-
-    # --------------------------------------------------------------------- reports
 
     def _show_digits(self, application: JoinApplication) -> None:
         """Logs the digits on this terminal; never in the events, which other nodes receive."""

@@ -96,7 +96,7 @@ class Joining:
     def listen(self, hosts: Sequence[str], grpc_port: int) -> int:
         """The join port: the one after the node-to-node port, a free one where that is taken."""
         preferred_port = grpc_port + 1 if 0 < grpc_port < 65535 else 0
-        self.state.set_join_port(self._port.start(hosts, preferred_port))
+        self.state.join_port = self._port.start(hosts, preferred_port)
         return self.state.join_port
 
     def begin(self, peers: Sequence[str]) -> None:

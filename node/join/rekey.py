@@ -41,8 +41,6 @@ class Rekeying:
         self._state = state
         self._tls = tls
 
-    # ----------------------------------------------------------------- the sending node
-
     async def send(self, excluded: Sequence[str]) -> list[str]:
         """Sends every live member but the excluded a new key; this node takes it last.
 
@@ -105,8 +103,6 @@ class Rekeying:
             await line.send(pb.JoinFrame(rekey=rekey))
             _ = await line.receive("stored", self._state.timing.slow_reply_s)
 
-    # --------------------------------------------------------------- the receiving node
-
     async def receive(self, line: JoinConnection, other: PeerIdentity, rekey: pb.JoinRekey) -> None:
         """Takes a live member's key and restarts; for `only_ask` it only checks. Raises Refusal."""
         if other.node not in [member.id for member in self._state.members.others()]:
@@ -124,8 +120,6 @@ class Rekeying:
         finally:
             if key is not None:  # it is on the disk, whether or not the other side learns it
                 self._restart(tuple(rekey.peers), cluster_fingerprint(key))
-
-    # ------------------------------------------------------------------------------- both
 
     def _require_own_key(self) -> None:
         if (origin := self._state.keys.folder.origin) is not None:

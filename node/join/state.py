@@ -65,9 +65,6 @@ class JoinState:
         self.keys.folder.establish()
         self.is_settled = True
 
-    def set_join_port(self, port: int) -> None:
-        self.join_port = port
-
     @contextmanager
     def exclusive(self, task: str) -> Generator[None]:
         """Holds the node for one task. Raises Refusal (`busy`) while it has another."""

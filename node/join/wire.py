@@ -99,7 +99,7 @@ class JoinConnection:
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, timing: Timing
     ) -> None:
-        """A connection after its handshake. Raises Untrusted for a certificate of another key."""
+        """Raises Untrusted for a certificate of another key."""
         self._reader = reader
         self._writer = writer
         self.timing = timing

@@ -81,8 +81,6 @@ class Profiling:
     def addresses(self, addresses: Sequence[str]) -> None:
         self._addresses = list(addresses)
 
-    # -------------------------------------------------------------------- published
-
     def add_to(self, facts: pb.NodeFacts) -> pb.NodeFacts:
         """Adds this node's measurements to the facts of its heartbeat."""
         facts.profiles.extend(self._profiles.times())
@@ -133,8 +131,6 @@ class Profiling:
             except ExoNodeError as fault:
                 log.warning("%s could not measure its links: %s", member.facts.name, fault)
         return self.describe(fresh)
-
-    # ------------------------------------------------------------------------- used
 
     async def load(self, spec: pb.StageSpec, checkpoint: str, load: Load) -> pb.LoadReady:
         """Completes `spec` for this node, runs `load`, and stores its measurements.
@@ -196,8 +192,6 @@ class Profiling:
             return endpoint
         facts = [member.facts for member in self._members()]
         return replace(endpoint, ready=nearest(facts, sender, endpoint.node, endpoint.ready))
-
-    # ----------------------------------------------------------------------- inside
 
     def _peers(self) -> set[tuple[NodeId, str]]:
         """The members with larger ids: the smaller id of a pair measures both directions."""

@@ -72,26 +72,21 @@ class LinkTable:
         return list(self._links.values())
 
 
+@dataclass(eq=False, repr=False)
 class LinkProber:
     """Keeps a `LinkTable` measured; one link at a time."""
 
-    def __init__(
-        self,
-        peers: Callable[[], LinkEnds],
-        busy: Callable[[NodeId], bool],
-        measure: Callable[[str, NodeId], Awaitable[pb.LinkReport]],
-        source: Callable[[str], str | None],
-        clock: Callable[[], float],
-        timing: Timing,
-    ) -> None:
-        """`peers`: the ones that this node measures; `busy`: whether it or the peer generates."""
-        self._peers = peers
-        self._busy = busy
-        self._measure = measure
-        self._source = source
-        self._clock = clock
-        self._check_s = timing.watch_s
-        self._table = LinkTable(timing)
+    _peers: Callable[[], LinkEnds]
+    """The ones that this node measures."""
+    _busy: Callable[[NodeId], bool]
+    """Whether this node or that peer generates."""
+    _measure: Callable[[str, NodeId], Awaitable[pb.LinkReport]]
+    _source: Callable[[str], str | None]
+    _clock: Callable[[], float]
+    _timing: Timing
+
+    def __post_init__(self) -> None:
+        self._table = LinkTable(self._timing)
         self._turn = asyncio.Lock()
 
     def reports(self) -> list[pb.LinkReport]:
@@ -106,7 +101,7 @@ class LinkProber:
             self._table.update(self._peers(), self._clock())
             while (link := self._table.next_due(self._clock(), self._busy)) is not None:
                 await self._try(link)
-            await asyncio.sleep(self._check_s)
+            await asyncio.sleep(self._timing.watch_s)
 
     def expect_others(self) -> None:
         """Makes every link due, as a new one."""

@@ -86,8 +86,6 @@ class Observations:
         for marks in (self.broken, self.retiring, self.given_up, self.proven):
             marks.clear()
 
-    # ------------------------------------------------------------------ runners
-
     @property
     def runners(self) -> tuple[StageRunner, ...]:
         """All runners, each from the request to load it until it is gone."""
@@ -146,8 +144,6 @@ class Observations:
         self._runners[key] = replace(
             runner, epoch=epoch, requests=state.live_requests, used_memory=used
         )
-
-    # ------------------------------------------------------------------ failures
 
     def fail(self, runner: StageRunner, kind: FailureKind, error: ExoNodeError) -> None:
         """A loss counts as one of the model's if the runner owned its stage. One that was loaded to

@@ -36,8 +36,6 @@ class PlacementRecords:
         """Chips of nodes that were live, since a lost one's is needed afterwards."""
         self._ended = asyncio.Event()
 
-    # ------------------------------------------------------------------ read
-
     def listed(self) -> list[LoadedPlacement]:
         """The replicas of each model; without any, the placement that comes closest to one."""
         visible = [
@@ -84,8 +82,6 @@ class PlacementRecords:
             async with asyncio.timeout(within_s):
                 _ = await self._ended.wait()
 
-    # ------------------------------------------------------------------ actions and losses
-
     def note_step(self, placement: PlacementId, step: str) -> None:
         if (record := self._records.get(placement)) is not None:
             record.step = step
@@ -110,8 +106,6 @@ class PlacementRecords:
         for record in self.of_model(model):
             if record.is_former:
                 del self._records[record.id]
-
-    # ------------------------------------------------------------------ after a pass
 
     def update(self, here: Situation, *, adopts: bool = False) -> None:
         """Makes the records as the runners are now."""

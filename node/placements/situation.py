@@ -253,8 +253,6 @@ class Situation:
             return desired.requested_at > max(own)
         return desired.requested_at >= self.view.leads_since
 
-    # ------------------------------------------------------------------ failures
-
     def failures(self, desired: Desired, *kinds: FailureKind) -> list[RunnerFailure]:
         """The recent failures, of these kinds or of any, since the last good answer and the last
         explicit request."""
@@ -315,8 +313,6 @@ class Situation:
         count = sum(later - at >= gap_s for at, later in pairwise([-inf, *times]))
         pause_s = min(self.timing.settle_after_s, gap_s * 2.0 ** max(0, count - 1))
         return self.now - max(self.nodes[node].alive_since, *times[-1:], -inf) >= pause_s
-
-    # ------------------------------------------------------------------ memory and actions
 
     def ending(self) -> list[StageRunner]:
         """Runners whose memory is about to be free."""

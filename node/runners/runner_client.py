@@ -27,7 +27,7 @@ def endpoints_of(placed: pb.Placed) -> list[Endpoint]:
 
 
 class RunnerClient:
-    """`chat.runners.Runners`, on this node or another, by the endpoint that their load reported."""
+    """`chat.claim.Runners`, on this node or another, by the endpoint that their load reported."""
 
     def __init__(self, channels: Channels, timing: Timing) -> None:
         self._channels = channels

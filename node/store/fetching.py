@@ -65,11 +65,8 @@ class ModelFetcher:
     async def fetch(
         self, spec: pb.StageSpec, report: OnProgress, *, whole: bool = False
     ) -> StageFolder:
-        """The folder with the files that the stage reads, copied or downloaded if need be.
-
-        `whole`: with all files of the model. Raises ModelNotFound, DownloadFailed and
-        InvalidCheckpoint.
-        """
+        """The folder with the files that the stage reads, copied or downloaded if need be. `whole`:
+        with all files of the model. Raises ModelNotFound, DownloadFailed and InvalidCheckpoint."""
         model = ModelId(spec.model)
         async with self.lock(model):
             if (local := await asyncio.to_thread(self._whole_model, model)) is not None:

@@ -202,10 +202,7 @@ class HubCache:
 
 def missing_files(snapshot: Path) -> list[str]:
     """The files that a snapshot lacks: by the record of its download, by the listing that the hub's
-    client kept, or by its index.
-
-    Raises InvalidCheckpoint for a malformed index.
-    """
+    client kept, or by its index. Raises InvalidCheckpoint for a malformed index."""
     files = {file.path for file in _record(snapshot)[1]} or _listed_files(snapshot)
     names = (*files, *(path.name for path in snapshot.glob("*")))
     if not any(map(is_weight_file, names)):

@@ -115,7 +115,8 @@ class _Download:
         if choose is not None:
             self.cache.claim(self.repository, revision, commit, listed)
             small = [file for file in files if not is_weight_file(file.path)]
-            self._fetch_all(small, commit, Meter(self._here(small, commit), _ignore, every_bytes=1))
+            meter = Meter(self._here(small, commit), lambda _: None, every_bytes=1)
+            self._fetch_all(small, commit, meter)
             names = choose(
                 self.cache.snapshot_of(self.repository, commit),
                 frozenset(file.path for file in files),
@@ -250,7 +251,3 @@ class _Download:
 def _hash_of(file: RemoteFile) -> FileHash:
     assert file.hash is not None, f"the hub has a hash of {file.path}"
     return file.hash
-
-
-def _ignore(_: Progress) -> None:
-    pass

@@ -57,11 +57,8 @@ class Commit(Revision):
 
 
 class FileHash(Identifier):
-    """The hash of a file, after which the hub's cache names its blob.
-
-    64 hex digits: the SHA-256 of its bytes. 40: the SHA-1 of what Git stores for it, which the hub
-    has of small files.
-    """
+    """The hash of a file, after which the hub's cache names its blob. 64 hex digits: the SHA-256 of
+    its bytes. 40: the SHA-1 of what Git stores for it, which the hub has of small files."""
 
     __slots__ = ()
     _FORM: ClassVar = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")

@@ -17,8 +17,14 @@ from ...placement.errors import (
     RemovalRefused,
 )
 from ...placement.ids import ModelId
-from ...placement.library import CARD_FILE, nearest_ids, not_here, packaged_cards, read_card_file
-from ...placement.parse_card import derive_card
+from ...placement.library import (
+    CARD_FILE,
+    derive_card,
+    nearest_ids,
+    not_here,
+    packaged_cards,
+    read_card_file,
+)
 from ...shard.checkpoint.chat_format import capabilities
 from ...shard.checkpoint.checkpoint import Checkpoint, is_weight_file, read_checkpoint, read_config
 from ...shard.checkpoint.embedders import embedder_facts

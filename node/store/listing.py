@@ -16,8 +16,8 @@ from ...placement.drafting import HeadState
 from ...placement.errors import InvalidCheckpoint
 from ...placement.fitting import Fit, fit
 from ...placement.ids import ModelId
+from ...placement.library import derive_card
 from ...placement.options import usual_context
-from ...placement.parse_card import derive_card
 from ...placement.sampling_values import model_sampling
 from ...shard.checkpoint.checkpoint import read_checkpoint
 from ...shard.checkpoint.head_tensors import HeadFound, find_head

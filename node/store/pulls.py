@@ -144,13 +144,8 @@ class Pulls:
                 await self._halt(pull)
                 pull = self._pulls.get(pull.model, pull)
             if pull.task is None or pull.ended:
-                pull = Pull(
-                    pull.model,
-                    pull.repository,
-                    pull.revision,
-                    progress=pull.progress,
-                    stays=pull.stays,
-                )
+                before, pull = pull, Pull(pull.model, pull.repository, pull.revision)
+                pull.progress, pull.stays = before.progress, before.stays
                 self._pulls[pull.model] = pull
                 pull.task = background(self._run(pull), f"the download of {pull.model}")
             pull.stays = pull.stays or stays

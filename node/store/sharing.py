@@ -6,6 +6,7 @@ A peer's request is checked like hostile input. Blocks.
 import hashlib
 import os
 import stat
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -71,7 +72,7 @@ class SharedModels:
         if file.sha256 or key in self._hashes:
             return file.sha256 or self._hashes[key]
         digest = hashlib.sha256()
-        with _open(file, path, 0, 0) as reading:
+        with closing(_open(file, path, 0, 0)) as reading:
             while chunk := reading.read():
                 digest.update(chunk)
         self._hashes[key] = digest.hexdigest()
@@ -124,12 +125,6 @@ class FileRange:
         self._file = file
         self._name = name
         self._left = length
-
-    def __enter__(self) -> "FileRange":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def read(self) -> bytes:
         """Empty at the end of the range."""

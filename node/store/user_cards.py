@@ -6,8 +6,7 @@ from pathlib import Path
 from ...placement.card import ModelCard
 from ...placement.errors import ExoNodeError, InvalidCard
 from ...placement.ids import ModelId
-from ...placement.library import read_card_file
-from ...placement.parse_card import parse_card
+from ...placement.library import parse_card, read_card_file
 from .model_folder import Stamp, stamp
 
 _Facts = Mapping[str, object]

@@ -12,7 +12,7 @@ from exo_node.placement.card import MAX_K, ModelCard
 from exo_node.placement.cost import ModelSizes
 from exo_node.placement.errors import InvalidCard
 from exo_node.placement.ids import ModelId
-from exo_node.placement.parse_card import derive_card, parse_card
+from exo_node.placement.library import derive_card, parse_card
 
 DEMO = Path(__file__).parents[2] / "shard" / "models" / "demo"
 PLAIN: dict[str, object] = {

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from exo_node.placement.ids import ModelId
-from exo_node.placement.library import packaged_cards
-from exo_node.placement.parse_card import derive_card
+from exo_node.placement.library import derive_card, packaged_cards
 
 CONFIGS: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "card_configs.json").read_text()

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exo_node.placement.cost import ModelSizes
-from exo_node.placement.split import (
+from exo_node.placement.search import (
     fill_fastest_first,
     fits_in_order,
     most_layers,

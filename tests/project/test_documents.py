@@ -35,8 +35,7 @@ from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.settings import SOURCES
 from exo_node.node.machine.timing import LOCAL
 from exo_node.node.trust.local_token import LocalToken
-from exo_node.placement.library import packaged_cards
-from exo_node.placement.parse_card import parse_card
+from exo_node.placement.library import packaged_cards, parse_card
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))

@@ -12,6 +12,7 @@ from fakes import FakeFacts, FakeGenerators, FakeStages, OneHead, leading
 
 from exo_node.mtp.types import GenerationStats, Sampling
 from exo_node.node.chat.chat import ChatService
+from exo_node.node.chat.claim import Runners
 from exo_node.node.chat.metrics import Metrics
 from exo_node.node.chat.requests import (
     AnswerProgress,
@@ -22,7 +23,6 @@ from exo_node.node.chat.requests import (
     TextDelta,
     TokenLogprob,
 )
-from exo_node.node.chat.runners import Runners
 from exo_node.node.chat.totals import Totals
 from exo_node.node.machine.timing import LOCAL, Timing
 from exo_node.node.placements.placements import Placements

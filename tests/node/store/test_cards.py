@@ -7,8 +7,7 @@ import pytest
 from exo_node.placement.card import ModelCard
 from exo_node.placement.errors import InvalidCard
 from exo_node.placement.ids import ModelId
-from exo_node.placement.library import nearest_ids, packaged_cards, read_card_file
-from exo_node.placement.parse_card import derive_card
+from exo_node.placement.library import derive_card, nearest_ids, packaged_cards, read_card_file
 
 ROOT = Path(__file__).parents[3]
 DEMO = ROOT / "shard" / "models" / "demo"

@@ -18,8 +18,7 @@ from exo_node.placement.card import ModelCard
 from exo_node.placement.cluster import ClusterView, NodeFacts
 from exo_node.placement.errors import InvalidCheckpoint
 from exo_node.placement.ids import ModelId, NodeId
-from exo_node.placement.library import packaged_cards
-from exo_node.placement.parse_card import derive_card
+from exo_node.placement.library import derive_card, packaged_cards
 from exo_node.shard.checkpoint.embedders import pooling_of
 from exo_node.shard.checkpoint.model_classes import has_class
 

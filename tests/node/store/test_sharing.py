@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ def test_the_files_of_a_model_are_offered_and_nothing_else(
         "model.safetensors.index.json",
         "tokenizer.json",
     ]
-    with shared.open(request_for(FIRST, 8, 10)) as file:
+    with closing(shared.open(request_for(FIRST, 8, 10))) as file:
         assert file.read() == (folder / FIRST).read_bytes()[8:18]
         assert file.read() == b""
 
@@ -112,7 +113,7 @@ def test_a_file_that_changes_is_not_given_on(
 def test_a_file_that_changes_while_it_is_read_ends_the_read(
     shared: SharedModels, folder: Path
 ) -> None:
-    with shared.open(request_for(FIRST)) as file:
+    with closing(shared.open(request_for(FIRST))) as file:
         with (folder / FIRST).open("r+b") as other:
             _ = other.write(b"????")
         os.utime(folder / FIRST, ns=(5, 5))

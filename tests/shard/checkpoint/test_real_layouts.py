@@ -25,8 +25,7 @@ from header_files import (
 
 from exo_node.placement.card import ModelCard
 from exo_node.placement.ids import ModelId
-from exo_node.placement.library import packaged_cards
-from exo_node.placement.parse_card import derive_card
+from exo_node.placement.library import derive_card, packaged_cards
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
 
 CARD_CONFIGS = Path(__file__).parents[2] / "card_configs.json"

@@ -21,7 +21,7 @@ from exo_node.mtp.caches.rollback import TapedCache, cache_arrays
 from exo_node.mtp.targets import WholeTarget
 from exo_node.mtp.types import Prefilled, Step
 from exo_node.placement.ids import ModelId
-from exo_node.placement.parse_card import derive_card
+from exo_node.placement.library import derive_card
 from exo_node.shard.tools.bare_engine import bare_engine, bare_request
 
 BASE: dict[str, Any] = {

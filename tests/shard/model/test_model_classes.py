@@ -24,7 +24,7 @@ from zoo_runs import PROMPT, as_two_stages, mlx_lms, on_one_node, small
 from exo_node.node.store.library import ModelLibrary
 from exo_node.placement.errors import InvalidCard
 from exo_node.placement.ids import ModelId
-from exo_node.placement.parse_card import derive_card
+from exo_node.placement.library import derive_card
 
 _NAMES = (
     "afmoe apertus baichuan_m1 bailing_hybrid bailing_moe bailing_moe_linear cohere cohere2 "
