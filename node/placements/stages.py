@@ -49,10 +49,6 @@ class Stages(Protocol):
         """Closes what leads to a runner that is gone."""
         ...
 
-    def near(self, stage: Endpoint) -> Endpoint:
-        """The runner at the address that is quickest from here."""
-        ...
-
 
 class Facts(Protocol):
     """Facts of the node that placing needs."""

@@ -3,8 +3,7 @@
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,10 +44,10 @@ class ProbedPeer:
     credentials: Credentials
 
 
-@asynccontextmanager
-async def peer(folder: Path, key: ClusterKey = KEY) -> AsyncGenerator[ProbedPeer]:
-    identity = load_or_create_identity(folder)
-    credentials = node_credentials(identity, key)
+@pytest.fixture
+async def other(tmp_path: Path) -> AsyncGenerator[ProbedPeer]:
+    identity = load_or_create_identity(tmp_path)
+    credentials = node_credentials(identity, KEY)
     server = grpc.aio.server(interceptors=(PeersOnly(),))
 
     async def measure() -> list[pb.LinkReport]:
@@ -63,86 +62,58 @@ async def peer(folder: Path, key: ClusterKey = KEY) -> AsyncGenerator[ProbedPeer
         await server.stop(grace=0)
 
 
-def with_peer(tmp_path: Path, run: Callable[[ProbedPeer], Awaitable[None]]) -> None:
-    async def inside() -> None:
-        async with peer(tmp_path) as probed_peer:
-            await run(probed_peer)
-
-    asyncio.run(inside())
-
-
-def test_a_link_is_timed_by_size_and_in_both_directions(tmp_path: Path) -> None:
+async def test_a_link_is_timed_by_size_and_in_both_directions(other: ProbedPeer) -> None:
     """The clock advances by a millisecond at each read, whatever the machine's speed."""
     tick = 2.0**-10
-
-    async def run(other: ProbedPeer) -> None:
-        ticks = itertools.count(0.0, tick)
-        client = LinkClient(other.credentials, lambda: next(ticks))
-        measured = await client.measure(other.address, other.node)
-        sizes = [(each.bytes, each.count) for each in measured.echoes]
-        assert sizes == [(1024, 30), (8192, 20), (65536, 10)]
-        assert all(each.min_s == each.p50_s == tick for each in measured.echoes)
-        # One read of the clock for each chunk, less an echo's time: 16 chunks in 15 ticks. On a
-        # machine that stalls fewer come before the limit; a single one counts as half a tick.
-        chunk_s = _CHUNK / tick
-        assert chunk_s < measured.bandwidth_out <= 2 * chunk_s
-        assert chunk_s < measured.bandwidth_in <= 2 * chunk_s
-
-    with_peer(tmp_path, run)
+    ticks = itertools.count(0.0, tick)
+    client = LinkClient(other.credentials, lambda: next(ticks))
+    measured = await client.measure(other.address, other.node)
+    sizes = [(each.bytes, each.count) for each in measured.echoes]
+    assert sizes == [(1024, 30), (8192, 20), (65536, 10)]
+    assert all(each.min_s == each.p50_s == tick for each in measured.echoes)
+    # One read of the clock for each chunk, less an echo's time: 16 chunks in 15 ticks. On a
+    # machine that stalls fewer come before the limit; a single one counts as half a tick.
+    chunk_s = _CHUNK / tick
+    assert chunk_s < measured.bandwidth_out <= 2 * chunk_s
+    assert chunk_s < measured.bandwidth_in <= 2 * chunk_s
 
 
-def test_a_slow_network_is_measured_by_fewer_probes(tmp_path: Path) -> None:
+async def test_a_slow_network_is_measured_by_fewer_probes(other: ProbedPeer) -> None:
     """The clock advances by 0.6 s at each read: 5 echoes, not the 30 that take half a minute."""
-
-    async def run(other: ProbedPeer) -> None:
-        ticks = itertools.count(0.0, 0.6)
-        client = LinkClient(other.credentials, lambda: next(ticks))
-        measured = await client.measure(other.address, other.node)
-        assert [each.count for each in measured.echoes] == [5, 5, 5]
-        assert measured.echoes[0].min_s == pytest.approx(0.6)
-
-    with_peer(tmp_path, run)
+    ticks = itertools.count(0.0, 0.6)
+    client = LinkClient(other.credentials, lambda: next(ticks))
+    measured = await client.measure(other.address, other.node)
+    assert [each.count for each in measured.echoes] == [5, 5, 5]
+    assert measured.echoes[0].min_s == pytest.approx(0.6)
 
 
-def test_the_head_makes_a_node_measure_its_own_links(tmp_path: Path) -> None:
-    async def run(other: ProbedPeer) -> None:
-        client = LinkClient(other.credentials, time.perf_counter)
-        assert await client.measure_all(other.address, other.node) == [REPORT]
-
-    with_peer(tmp_path, run)
+async def test_the_head_makes_a_node_measure_its_own_links(other: ProbedPeer) -> None:
+    client = LinkClient(other.credentials, time.perf_counter)
+    assert await client.measure_all(other.address, other.node) == [REPORT]
 
 
-def test_a_probe_that_asks_for_too_much_is_refused(tmp_path: Path) -> None:
-    async def run(other: ProbedPeer) -> None:
-        options = [("grpc.ssl_target_name_override", node_name(other.node))]
-        credentials = channel_credentials(other.credentials)
-        async with grpc.aio.secure_channel(other.address, credentials, options) as channel:
-            call = peer_pb2_grpc.LinkStub(channel).Echo()
-            await call.write(pb.Probe(answer_bytes=MAX_ANSWER_BYTES))
-            answer = await call.read()
-            assert isinstance(answer, pb.Probe) and len(answer.data) == MAX_ANSWER_BYTES
-            await call.write(pb.Probe(answer_bytes=MAX_ANSWER_BYTES + 1))
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                _ = await call.read()
-            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-    with_peer(tmp_path, run)
+async def test_a_probe_that_asks_for_too_much_is_refused(other: ProbedPeer) -> None:
+    options = [("grpc.ssl_target_name_override", node_name(other.node))]
+    credentials = channel_credentials(other.credentials)
+    async with grpc.aio.secure_channel(other.address, credentials, options) as channel:
+        call = peer_pb2_grpc.LinkStub(channel).Echo()
+        await call.write(pb.Probe(answer_bytes=MAX_ANSWER_BYTES))
+        answer = await call.read()
+        assert isinstance(answer, pb.Probe) and len(answer.data) == MAX_ANSWER_BYTES
+        await call.write(pb.Probe(answer_bytes=MAX_ANSWER_BYTES + 1))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            _ = await call.read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_another_node_at_the_address_is_no_link(tmp_path: Path) -> None:
-    async def run(other: ProbedPeer) -> None:
-        client = LinkClient(other.credentials, time.perf_counter)
-        with pytest.raises((Untrusted, PeerLost)):
-            _ = await client.measure(other.address, NodeId("x" * 20))
-
-    with_peer(tmp_path, run)
+async def test_another_node_at_the_address_is_no_link(other: ProbedPeer) -> None:
+    client = LinkClient(other.credentials, time.perf_counter)
+    with pytest.raises((Untrusted, PeerLost)):
+        _ = await client.measure(other.address, NodeId("x" * 20))
 
 
-def test_an_address_without_a_listener_is_a_lost_peer(tmp_path: Path) -> None:
-    async def run(other: ProbedPeer) -> None:
-        client = LinkClient(other.credentials, time.perf_counter)
-        async with asyncio.timeout(60):  # gRPC itself never stops trying
-            with pytest.raises(PeerLost):
-                _ = await client.measure("127.0.0.1:9", other.node)
-
-    with_peer(tmp_path, run)
+async def test_an_address_without_a_listener_is_a_lost_peer(other: ProbedPeer) -> None:
+    client = LinkClient(other.credentials, time.perf_counter)
+    async with asyncio.timeout(60):  # gRPC itself never stops trying
+        with pytest.raises(PeerLost):
+            _ = await client.measure("127.0.0.1:9", other.node)
