@@ -7,6 +7,10 @@ from typing import Final
 
 PROMPT: Final = "prompt"
 """The `param` of errors about a whole prompt; the entry node replaces it by the client's field."""
+NO_HEAD: Final = (
+    "the cluster has no head that answers; `exo-node status` shows which nodes do. Try again in a "
+    "few seconds"
+)
 
 
 _BY_CODE: dict[str, "type[ExoNodeError]"] = {}

@@ -12,12 +12,11 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
-from ...placement.errors import ExoNodeError, HeadGone, ModelNotFound, PeerLost
+from ...placement.errors import NO_HEAD, ExoNodeError, HeadGone, ModelNotFound, PeerLost
 from ...placement.ids import ModelId, NodeId, PlacementId
 from ...proto import peer_pb2 as pb
 from ...proto.bounds import MAX_REAL
 from ...proto.fields import filled
-from ..cluster.cluster import NO_HEAD
 from ..machine.tasks import cancel
 from ..machine.timing import Timing
 from ..runners.runner_client import Endpoint

@@ -4,9 +4,9 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
-from ...placement.errors import PeerLost
+from ...placement.errors import NO_HEAD, PeerLost
 from ...placement.ids import NodeId, Term
 from ...proto import peer_pb2 as pb
 from ..machine.events import EventLog
@@ -20,11 +20,6 @@ from .election import HeadChanged, HeadLost, TermRaised
 from .exchanges import Calls, Exchanges, News
 from .member import Member, MemberFacts
 from .membership import Died, LeftCluster, Suspected
-
-NO_HEAD: Final = (
-    "the cluster has no head that answers; `exo-node status` shows which nodes do. Try again in a "
-    "few seconds"
-)
 
 
 @dataclass(eq=False, repr=False)

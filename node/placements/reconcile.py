@@ -89,19 +89,17 @@ def _keep(here: Situation, desired: Desired) -> None:
 def _connect(here: Situation, placement: ObservedPlacement) -> None:
     """Joins ready stages. Stages that all answer though an answer broke are joined again."""
     broken = here.observed.broken.get(placement.id) == placement.epoch and len(placement.plan) > 1
-    if placement.connected and not broken:
-        return
-    why = "an answer broke off though all stages answer" if broken else "all stages are ready"
-    _connect_as(here, placement, placement.owners, why)
+    if not placement.connected or broken:
+        _connect_as(here, placement, placement.owners)
 
 
 def _connect_as(
-    here: Situation, placement: ObservedPlacement, owners: Mapping[int, StageRunner], why: str
+    here: Situation, placement: ObservedPlacement, owners: Mapping[int, StageRunner]
 ) -> None:
     here.serial += 1
     epoch = Epoch(here.view.term, here.serial, here.view.head)
     keys = tuple(owners[stage].key for stage in sorted(owners))
-    here.actions.append(Connect(placement.id, epoch, keys, why))
+    here.actions.append(Connect(placement.id, epoch, keys))
 
 
 def _replace_stages(here: Situation, desired: Desired, placement: ObservedPlacement) -> None:
@@ -126,8 +124,7 @@ def _replace_stages(here: Situation, desired: Desired, placement: ObservedPlacem
             here.free = before
             return
         here.free[node] -= placement.plan.memory[stage]
-        key = RunnerKey(node, placement.id, stage)
-        loads.append(Load(key, placement.plan, f"stage {stage} has no runner"))
+        loads.append(Load(RunnerKey(node, placement.id, stage), placement.plan))
     if desired.model in here.observed.given_up:
         here.actions.append(Retry(desired.model))
     here.actions += loads
@@ -177,7 +174,7 @@ def _move_off(here: Situation, desired: Desired, placement: ObservedPlacement) -
         target = _node_for(here, desired, placement, stage, here.free)
         if target is not None:
             key = RunnerKey(target, placement.id, stage)
-            here.load(Load(key, placement.plan, f"node {node} is leaving", extra=True))
+            here.load(Load(key, placement.plan, extra=True))
 
 
 def _spread(here: Situation, desired: Desired, placement: ObservedPlacement) -> None:
@@ -192,17 +189,14 @@ def _spread(here: Situation, desired: Desired, placement: ObservedPlacement) -> 
     barred = {*placement.nodes, *here.draining}
     if incoming := placement.successors(stage, barred):
         if incoming[0].state == "ready":
-            owners = {**placement.owners, stage: incoming[0]}
-            _connect_as(here, placement, owners, f"its stage {stage} no longer shares a node")
+            _connect_as(here, placement, {**placement.owners, stage: incoming[0]})
         return
     free = {n: size for n, size in here.free.items() if n not in barred and here.is_steady(n)}
     planned = placement.plan.nodes[stage]
     for able in ({n: size for n, size in free.items() if n == planned}, free):
         node = _node_for(here, desired, placement, stage, able)
         if node is not None:
-            why = f"stage {stage} shares node {placement.owners[stage].key.node} with another one"
-            key = RunnerKey(node, placement.id, stage)
-            here.load(Load(key, placement.plan, why, extra=True))
+            here.load(Load(RunnerKey(node, placement.id, stage), placement.plan, extra=True))
             return
 
 
@@ -348,7 +342,7 @@ def _load(here: Situation, desired: Desired, *, frugal: bool) -> None:
 def _load_stages(here: Situation, desired: Desired, planned: StagedPlan) -> None:
     if desired.model in here.observed.given_up:
         here.actions.append(Retry(desired.model))
-    here.place(planned, "it is requested" if desired.requested else "its first use")
+    here.place(planned)
 
 
 def _plan(

@@ -94,7 +94,7 @@ def add_replica(here: Situation, desired: Desired) -> None:
     planned = planned_replica(here, desired)
     if isinstance(planned, ExoNodeError):
         return
-    here.place(planned, f"{desired.replicas} replicas are desired", extra=True)
+    here.place(planned, extra=True)
 
 
 def replica_nodes(

@@ -100,11 +100,10 @@ def _evict(here: Situation, desired: Desired, free: Mapping[NodeId, int]) -> boo
         if _fits(here, desired, _without_all(here, free, fewer)):
             chosen = fewer
     for each, placement in chosen:
-        why = f"{desired.model} needs the room"
         if _is_last(here, each, placement):
-            here.actions.append(Release(each.model, why))
+            here.actions.append(Release(each.model))
         for runner in placement.runners:
-            here.unload(runner, why)
+            here.unload(runner, f"{desired.model} needs the room")
     here.free = dict.fromkeys(here.free, 0)  # kept from models of lower priority
     return True
 

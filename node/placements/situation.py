@@ -332,12 +332,12 @@ class Situation:
         for node, size in zip(plan.nodes, plan.memory, strict=True):
             self.free[node] = self.free.get(node, 0) - size
 
-    def place(self, plan: StagedPlan, why: str, *, extra: bool = False) -> None:
+    def place(self, plan: StagedPlan, *, extra: bool = False) -> None:
         """Loads all stages of a new placement. `extra`: no answer waits for it."""
         self.serial += 1
         name = self.view.name(self.serial)
         for stage, node in enumerate(plan.nodes):
-            self.load(Load(RunnerKey(node, name, stage), plan, why, extra))
+            self.load(Load(RunnerKey(node, name, stage), plan, extra))
 
     def load(self, action: Load) -> None:
         self.free[action.key.node] -= action.plan.memory[action.key.stage]

@@ -224,7 +224,6 @@ class Load:
 
     key: RunnerKey
     plan: StagedPlan
-    why: str
     extra: bool = False
     """No answer waits for it: its failure is not one of the model."""
 
@@ -236,7 +235,6 @@ class Connect:
     placement: PlacementId
     epoch: Epoch
     runners: tuple[RunnerKey, ...]
-    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +260,6 @@ class Release:
     """End a model's keep_alive now; the next request loads it again."""
 
     model: ModelId
-    why: str
 
 
 @dataclass(frozen=True, slots=True)
