@@ -90,7 +90,6 @@ class Claim:
         heads: Heads,
         request: GenerationRequest,
         timing: Timing,
-        clock: Callable[[], float] = time.monotonic,
         *,
         prefixes: Sequence[pb.ReplicaPrefix] = (),
         embeds: bool | None = None,
@@ -115,7 +114,6 @@ class Claim:
             embeds=embeds,
         )
         self._timing = timing
-        self._clock = clock
         self._head: NodeId | None = None
         self._task: asyncio.Task[None] | None = None
         self._reports: set[asyncio.Task[None]] = set()
@@ -169,13 +167,13 @@ class Claim:
         timing = self._timing
         resumes = claim_request.HasField("resumes")
         patience = timing.stall_s if resumes else timing.election_s
-        last_event_at = self._clock()
+        last_event_at = time.monotonic()
         while True:
             try:
                 self._head = await self._heads.head()
                 async with aclosing(self._heads.acquire(self._head, claim_request)) as events:
                     async for event in events:
-                        last_event_at = self._clock()
+                        last_event_at = time.monotonic()
                         if event.WhichOneof("event") == "waiting":
                             tell(event.waiting.step)
                         elif not claim_request.holding:
@@ -185,7 +183,7 @@ class Claim:
                 raise HeadGone("the head ended a claim without a word")
             except HeadGone as fault:
                 self._head = None
-                if not claim_request.holding and self._clock() - last_event_at > patience:
+                if not claim_request.holding and time.monotonic() - last_event_at > patience:
                     tell(PeerLost(f"{NO_HEAD} ({fault.message})"))
                     return
             except ExoNodeError as fault:
