@@ -60,15 +60,15 @@ def relaxed(options: PlanOptions, live: Collection[NodeId]) -> PlanOptions:
     )
 
 
+@dataclass(eq=False, repr=False)
 class DesiredPlacements:
     """The desired placement of each model, the same on every node that follows the head."""
 
-    def __init__(
-        self, clock: Callable[[], float] = time.monotonic, keep_alive_s: float = inf
-    ) -> None:
-        """`keep_alive_s`: the setting, for models whose requests say nothing else."""
-        self._clock = clock
-        self._keep_alive_s = keep_alive_s
+    _clock: Callable[[], float] = time.monotonic
+    keep_alive_s: float = inf
+    """The setting, for models whose requests say nothing else."""
+
+    def __post_init__(self) -> None:
         self._by_model: dict[ModelId, Desired] = {}
         self._of_heads: dict[NodeId, tuple[pb.DesiredPlacement, ...]] = {}
 
@@ -109,7 +109,7 @@ class DesiredPlacements:
         """Sets how long the model stays, for a request. One that is not `trusted` can only lengthen
         it, up to the setting: another user of the machine may not unload what all use."""
         if not trusted:
-            keep_alive_s = min(keep_alive_s, self._keep_alive_s)
+            keep_alive_s = min(keep_alive_s, self.keep_alive_s)
             if keep_alive_s <= self._stay_s(model):
                 return
         self.change(model, keep_alive_s=keep_alive_s)
@@ -125,7 +125,7 @@ class DesiredPlacements:
         """Seconds without use after which the model is unloaded; infinity for never."""
         desired = self.get(model)
         own_s = None if desired is None else desired.keep_alive_s
-        stay_s = self._keep_alive_s if own_s is None else own_s
+        stay_s = self.keep_alive_s if own_s is None else own_s
         return stay_s if stay_s <= LONGEST else inf
 
     def forget(self, model: ModelId) -> None:

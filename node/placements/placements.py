@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ...placement.errors import ExoNodeError, PlacementNotFound
 from ...placement.ids import ModelId, NodeId, PlacementId
@@ -46,33 +46,28 @@ from .waiting_requests import Assignment, Waiter, WaitingRequests
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class Placements:
     """Every placement, replicas included, while this node leads. Runs on the node's event loop.
 
     `look` is the pass: it may be called at any time, and is after each outcome.
     """
 
-    def __init__(
-        self,
-        stages: Stages,
-        facts: Facts,
-        timing: Timing,
-        events: EventLog,
-        desired: DesiredPlacements,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._facts = facts
-        self._timing = timing
-        self._events = events
-        self.desired = desired
-        self._clock = clock
-        self._cards = ModelCards(facts, self._kick)
+    _stages: Stages
+    _facts: Facts
+    _timing: Timing
+    _events: EventLog
+    desired: DesiredPlacements
+    _clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._cards = ModelCards(self._facts, self._kick)
         cards = self._cards.by_model
-        self._view = PlannerView(facts, timing, cards)
-        self._observations = Observations(clock, timing)
-        self._records = PlacementRecords(facts, events, self._observations, cards, clock)
+        self._view = PlannerView(self._facts, self._timing, cards)
+        self._observations = seen = Observations(self._clock, self._timing)
+        self._records = PlacementRecords(self._facts, self._events, seen, cards, self._clock)
         self.actions = StageActions(
-            stages, facts, self._observations, timing, self._records, self._kick
+            self._stages, self._facts, seen, self._timing, self._records, self._kick
         )
         self._requests = WaitingRequests()
         self._scheduled: asyncio.Handle | None = None

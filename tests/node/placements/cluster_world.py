@@ -327,7 +327,7 @@ class Head(FakeStages, FakeFacts):
         self.desired = DesiredPlacements(lambda: world.now)
         self.events = EventLog()
         self.placements = Placements(
-            self, self, world.timing, self.events, self.desired, clock=lambda: world.now
+            self, self, world.timing, self.events, self.desired, lambda: world.now
         )
         self.contacts: dict[NodeId, float] = {}
         self.since: dict[NodeId, float] = {}
