@@ -72,19 +72,13 @@ def link_facts(members: Sequence[pb.NodeFacts]) -> tuple[LinkFacts, ...]:
     )
 
 
-def reached_at(members: Sequence[pb.NodeFacts], sender: NodeId, node: NodeId) -> str | None:
-    """The address at which `sender` reaches `node` quickest; None without a measurement."""
-    path = fastest(link_paths(members), sender, node)
-    return None if path is None else path.address_of(node)
-
-
 def nearest(
     members: Sequence[pb.NodeFacts], sender: NodeId, node: NodeId, ready: pb.LoadReady
 ) -> pb.LoadReady:
     """`ready` with the host and port at which `sender` reaches that runner of `node` quickest."""
-    host = reached_at(members, sender, node)
+    path = fastest(link_paths(members), sender, node)
     for address in ready.addresses:
-        if address.host == host:
+        if path is not None and address.host == path.address_of(node):
             nearest_ready = pb.LoadReady()
             nearest_ready.CopyFrom(ready)
             nearest_ready.host, nearest_ready.port = address.host, address.port

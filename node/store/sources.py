@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from ...placement.card import ModelCard
 from ...placement.cluster import ClusterView, StageAssignment
 from ...placement.ids import ModelId, NodeId
-from ...proto import peer_pb2 as pb
 from ...shard.checkpoint.headers import Tensor
 from ...shard.checkpoint.stage_files import files_of_stage
 from ..cluster.member import MemberFacts
-from ..links.paths import fastest, link_paths, reached_at
+from ..links.paths import fastest, link_paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +43,14 @@ def sources_of(
     `address`: where this node reaches another one if no link was measured.
     """
     facts = [member.facts for member in members]
-    holders = (each for each in facts if each.id != here and model in each.models)
-    sources = [_source(here, holder, facts, address) for holder in holders]
+    paths, sources = link_paths(facts), list[ModelSource]()
+    for each in facts:
+        if each.id != here and model in each.models:
+            node = NodeId(each.id)
+            way = fastest(paths, here, node)
+            where = f"{way.address_of(node)}:{each.port}" if way else address(node)
+            sources.append(ModelSource(node, each.name, where, way.bandwidth if way else 0.0))
     return sorted(sources, key=lambda source: (-source.bandwidth, source.node))
-
-
-def _source(
-    here: NodeId,
-    facts: pb.NodeFacts,
-    members: Sequence[pb.NodeFacts],
-    address: Callable[[NodeId], str],
-) -> ModelSource:
-    node = NodeId(facts.id)
-    way = fastest(link_paths(members), here, node)
-    host = reached_at(members, here, node)
-    where = address(node) if host is None else f"{host}:{facts.port}"
-    return ModelSource(node, facts.name, where, way.bandwidth if way else 0.0)
 
 
 def estimate_transfers(

@@ -11,7 +11,7 @@ import pytest
 from exo_node.node.cluster.member import MemberFacts
 from exo_node.node.links.layer_profiles import LayerProfiles
 from exo_node.node.links.measurements import Profiling
-from exo_node.node.links.paths import fastest, link_facts, link_paths, nearest, reached_at
+from exo_node.node.links.paths import fastest, link_facts, link_paths, nearest
 from exo_node.node.machine.timing import LOCAL
 from exo_node.node.placements.planner_view import NodeFactsSource, node_facts, with_kin_profiles
 from exo_node.placement.cluster import OWN, LayerProfile, MeasuredLayer, NodeFacts
@@ -63,9 +63,9 @@ def test_both_ends_take_the_quickest_path(reports: tuple[pb.LinkReport, ...], ne
     facts = members(*reports)
     path = fastest(link_paths(facts), A, B)
     assert path is not None and path == fastest(link_paths(facts), B, A)
-    assert reached_at(facts, A, B) == f"10.0.{network}.2"
-    assert reached_at(facts, B, A) == f"10.0.{network}.1"
-    assert reached_at(facts, A, C) is None
+    assert path.address_of(B) == f"10.0.{network}.2"
+    assert path.address_of(A) == f"10.0.{network}.1"
+    assert fastest(link_paths(facts), A, C) is None
     [link] = link_facts(facts)
     assert {link.a, link.b} == {A, B}
     assert link.round_trip_s == path.round_trip_s
