@@ -15,7 +15,7 @@ from ...placement.errors import InvalidCheckpoint, ModelNotFound
 from ...placement.ids import ModelId, NodeId, PlacementId
 from ...placement.library import not_here
 from ...placement.options import PlanOptions
-from ...placement.plan import Placement, plan
+from ...placement.plan import plan
 from ...proto import peer_pb2 as pb
 from ..links.layer_profiles import LayerProfiles
 from ..machine.hardware import Hardware, detect_hardware
@@ -44,11 +44,6 @@ class LocalModel:
     spec: pb.StageSpec
     initial_k: int
     """Drafts a round that adaptive K begins with; 0 where `spec.native_mtp` is False."""
-
-    @property
-    def dtype(self) -> str:
-        """ "float32", "bfloat16" or "float16"; never "auto"."""
-        return self.spec.dtype
 
 
 def resolve(name: str, settings: Settings, distributions: Collection[str]) -> LocalModel:
@@ -102,7 +97,7 @@ def _spec(
     [spec] = build_specs(
         PlacementId("local"),
         card,
-        _plan(card, hardware, settings),
+        plan(card, view_of(hardware, settings), PlanOptions(max_nodes=1)),
         StageSettings(
             switches.value("native_mtp_async_draft_eval"),
             switches.value("native_mtp_adaptive"),
@@ -130,7 +125,3 @@ def view_of(hardware: Hardware, settings: Settings) -> ClusterView:
         float32_products=hardware.products_with(settings.kernels),
     )
     return ClusterView(nodes=(here,), head=_HERE, kv_bits=settings.kv_bits)
-
-
-def _plan(card: ModelCard, hardware: Hardware, settings: Settings) -> Placement:
-    return plan(card, view_of(hardware, settings), PlanOptions(max_nodes=1))
