@@ -30,8 +30,8 @@ import mlx.core as mx
 from engines import engine_of, load_quietly, spec
 
 from exo_node.mtp.batch_verdict import RowDrafts
-from exo_node.mtp.drafting.costs import RoundCosts
-from exo_node.mtp.drafting.depth import Prior
+from exo_node.mtp.drafting.acceptance import Prior
+from exo_node.mtp.drafting.costs import CostTable
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.types import GenerationStats, Sampling
 from exo_node.proto import peer_pb2 as pb
@@ -94,7 +94,9 @@ class Bench:
     def forget(self) -> None:
         """The profile as it is right after a model's first load."""
         self._profile.prior = Prior()
-        self._profile.costs = RoundCosts(self._probed)
+        policy: Any = self.engine.lookup.policy
+        self._profile.costs = CostTable(self._probed)
+        policy.__init__(self._profile.costs)
 
     def run(self, prompt: int, arm: str) -> tuple[int, float, GenerationStats]:
         """Tokens after the first, their seconds and the stats of one answer."""

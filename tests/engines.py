@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from exo_node.mtp.drafting.round_policy import Offer, RoundChoice, RoundPolicy
 from exo_node.mtp.types import GenerationStats, Round, Sampling
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto.fields import changed as changed_message
@@ -27,6 +28,22 @@ STORY: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "Tell me 
 SUM: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == "What is 34 + 58?")
 CHUNK = 256
 _NUMBERS = itertools.count(1)
+
+
+class Stretches(RoundPolicy):
+    """Drafts `k` tokens a round in the first `drafted` of each `period` rows, in others none."""
+
+    def __init__(self, k: int, drafted: int, period: int) -> None:
+        super().__init__()
+        self._k, self._drafted, self._period = k, drafted, period
+
+    def choose(
+        self, offers: Sequence[Offer], position: int = 0, *, unread: int = 0, running: int = 0
+    ) -> RoundChoice:
+        del unread, running
+        drafts = position % self._period < self._drafted
+        k = min(offers[0].limit, self._k if drafts else 0)
+        return RoundChoice(k, k, [False], k, offers, position)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,11 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+from forced_copies import allow_always
 from mlx_lm.models.cache import KVCache
 
+from exo_node.mtp.drafting.lookup_drafts import PromptLookup
+from exo_node.mtp.drafting.round_policy import RoundPolicy
 from exo_node.mtp.placed_rope import RopePositions
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import ForwardOutput, Want, as_ids
@@ -176,6 +179,7 @@ def tell(
     replay: Sequence[Round] = (),
     ending: EndAt | None = None,
     runs_ahead: bool = False,
+    lookup: PromptLookup | None = None,
     **fields: Any,
 ) -> TableAnswer:
     """Answers over tables to the end, or to what goes wrong; `draft` None decodes plainly.
@@ -196,6 +200,7 @@ def tell(
         head.model if head else None,
         chunk=prefill_chunk,
         runs_ahead=runs_ahead,
+        policy=None if lookup is None else allow_always(RoundPolicy(), lookup.evidence.longest),
     )
     steps, ends = list[Step](), list[FinishReason | BaseException]()
     request = bare_request(
@@ -208,6 +213,7 @@ def tell(
         replay=ReplayProgress(replay),
         deliver=steps.append,
         finish=ends.append,
+        lookup=lookup,
         **fields,
     )
     engine.add(request)

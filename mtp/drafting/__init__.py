@@ -1,10 +1,8 @@
 """How many tokens a round drafts, and which are copied. Pure: no clock, no arrays.
 
-batch_depth.py: how many tokens a batch drafts
-batch_lookup.py: the rounds of a batch: drafts of the head, and who copies
-costs.py: measured costs of rounds
-depth.py: how many tokens a round drafts: fixed, or the best by measured costs
+acceptance.py: shares of drafts, and of copied tokens, that the target accepted
+costs.py: measured seconds of rounds, by their form
 lookup.py: where the last tokens of a request occurred before
 lookup_drafts.py: drafts of a request that are copied from its prompt and answer
-lookup_length.py: how many tokens a round copies, by evidence and measured costs
+round_policy.py: the next round of requests: who copies, and how many tokens are drafted
 """

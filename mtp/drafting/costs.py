@@ -1,147 +1,181 @@
-"""Measured seconds of rounds, by number of drafts and length of the context."""
+"""Measured seconds of rounds, by requests, context, rows, and drafts of the head."""
 
-import statistics
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from itertools import accumulate
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
 
-RECENT = 15
-"""Measurements per cell, the latest ones; their median is the cell's cost."""
-ENOUGH = 3
-"""Measurements that a cell needs."""
-LONGEST_S = 3600.0
+RECENT: Final = 15
+"""Measurements per form, the latest ones; their median is its cost."""
+ENOUGH: Final = 3
+"""Measurements that a form needs."""
+LONGEST_S: Final = 3600.0
 """Longer rounds are not recorded: the process was stopped, or the machine asleep."""
-PACE_ROUNDS = 9
+PACE_ROUNDS: Final = 9
 """Rounds that show how fast the machine is at present."""
-SHORTEST_BUCKET = 512
-Cell = TypeVar("Cell", bound=Hashable)
+SHORTEST_BUCKET: Final = 512
 
 
-class RecentSeconds(dict[Cell, deque[float]]):
-    """The latest measurements of each cell."""
-
-    def add(self, cell: Cell, seconds: float) -> None:
-        self.setdefault(cell, deque(maxlen=RECENT)).append(seconds)
-
-    def cost(self, cell: Cell) -> float | None:
-        """The median of a cell, or None if it has too few measurements."""
-        seconds = self.get(cell, ())
-        return statistics.median(seconds) if len(seconds) >= ENOUGH else None
+def size_bucket(size: int) -> int:
+    """The bucket of a number of requests: one for each of 1 to 4, then 5 to 8, 9 to 16, …"""
+    return size if size <= 4 else 2 + (size - 1).bit_length()
 
 
-def bounded(seconds: Sequence[float]) -> list[float]:
-    """Seconds by number of drafts, each at most those of more drafts.
-
-    A wider round computes all that a narrower one does, and what else ran during a measurement
-    only adds to it. So no round of k drafts seems more than k + 1 times as fast as a plain token.
-    """
-    return list(accumulate(reversed(seconds), min))[::-1]
-
-
-def bucket_of(position: int) -> int:
+def context_bucket(position: int) -> int:
     """The bucket of a context: 0 below 512 rows, 1 below 1,024, and so on by doubling."""
     return (position // SHORTEST_BUCKET).bit_length()
 
 
-class RoundCosts:
-    """The costs of one model on one machine. `k` = 0 is a plain token.
+class Form(NamedTuple):
+    """All that decides the seconds of a round."""
 
-    A cell without measurements is estimated from the nearest measured context, scaled by the ratio
-    of a depth that was measured in both; without any, from `probed`, which is measured at load.
+    size: int
+    """The bucket of its number of requests."""
+    context: int
+    """The bucket of its context; 0 for several requests."""
+    width: int
+    """Drafts for which each request has a row; more than `head` if some are copied."""
+    head: int
+    """Drafts of the head, or 0 if it does not run."""
+
+    @classmethod
+    def of(cls, size: int, position: int, width: int, head: int) -> "Form":
+        """The form of a round of `size` requests, the only one of which has `position` rows."""
+        return cls(size_bucket(size), context_bucket(position) if size == 1 else 0, width, head)
+
+
+class CostTable:
+    """Seconds of a request's share of rounds, of one model on one machine.
+
+    A form of one request without measurements is estimated from the nearest measured context,
+    scaled by a form that was measured in both; without any, from what was probed at load. Copies
+    are estimated from the round without them; nothing else of several requests is.
     """
 
     def __init__(
         self,
-        probed: Sequence[float] | Mapping[int, float] = (),
+        probed: Sequence[float] = (),
         cells: Mapping[tuple[int, int], Sequence[float]] | None = None,
     ) -> None:
-        """`probed[k]`: seconds of a round of k drafts. `cells`: recent seconds by (bucket, k)."""
-        by_k = probed if isinstance(probed, Mapping) else dict(enumerate(probed))
-        self._probed = dict(by_k)
-        self._paces: deque[float] = deque(maxlen=PACE_ROUNDS)
-        """The seconds of the last rounds, relative to what their cells held before."""
-        self._spent = 0.0
-        """Seconds of all rounds."""
-        self._tried_at: dict[int, float] = {}
-        """`_spent` when a depth was last tried."""
-        self._cells = RecentSeconds[tuple[int, int]](
-            (cell, deque(seconds, RECENT)) for cell, seconds in (cells or {}).items()
-        )
+        """`probed`: see `probe`. `cells`: recent seconds of one request's rounds by (bucket of the
+        context, drafts of the head)."""
+        self._recent = dict[Form, deque[float]]()
+        self._medians = dict[Form, float]()
+        """The costs of the forms with enough measurements."""
+        self._probed = dict[int, float]()
+        self.copy_ratios = dict[tuple[int, int], float]()
+        """Probed seconds of rounds that copy, by (bucket of sizes, length), relative to those that
+        do not."""
+        self._paces = dict[int, deque[float]]()
+        """The seconds of the last rounds, by size, relative to what their form cost before."""
+        self._pace = dict[int, float]()
+        """Their medians: heat and other programs slow rounds of all forms alike, so one that was
+        measured before is compared as if it had been measured now."""
+        self._spent = dict[int, float]()
+        """Seconds of all rounds, by size."""
+        self._tried_at = dict[int, float]()
+        """`_spent` at the last trial, by size."""
+        self.row_seconds = 0.0
+        """Seconds in which the head reads one waiting row."""
+        self.probe(probed)
+        for (context, k), seconds in (cells or {}).items():
+            self._set(Form(1, context, k, k), deque(seconds, RECENT))
 
-    def add(self, position: int, k: int, seconds: float, *, is_trial: bool = False) -> None:
+    def probe(self, probed: Sequence[float]) -> None:
+        """Sets the probed seconds of one request's rounds of 0, 1, … drafts of the head."""
+        self._probed = dict(enumerate(probed))
+
+    def add(self, form: Form, seconds: float, *, is_trial: bool = False) -> None:
         """Adds a measurement, unless no round can take that long: a stopped clock, a debugger.
 
-        A trial shows the cost of its depth, other rounds show the machine's present pace, too.
+        A trial shows the cost of its form, other rounds show the machine's present pace, too.
         """
         if not 0 < seconds <= LONGEST_S:
             return
-        self._spent += seconds
-        cell = (bucket_of(position), k)
-        if not is_trial and (measured := self._cells.cost(cell)) is not None:
-            self._paces.append(seconds / measured)
-        self._cells.add(cell, seconds / self._pace)
+        size = form.size
+        self._spent[size] = self._spent.get(size, 0.0) + seconds
+        if not is_trial and (median := self._medians.get(form)):
+            paces = self._paces.setdefault(size, deque(maxlen=PACE_ROUNDS))
+            paces.append(seconds / median)
+            if len(paces) >= ENOUGH:
+                self._pace[size] = _median(paces)
+        recent = self._recent.get(form) or deque(maxlen=RECENT)
+        recent.append(seconds / self._pace.get(size, 1.0))
+        self._set(form, recent)
 
-    def seconds_since_trial(self, k: int) -> float:
-        """Seconds of all rounds since a policy last tried this depth in place of its best."""
-        return self._spent - self._tried_at.get(k, 0.0)
+    def _set(self, form: Form, recent: deque[float]) -> None:
+        self._recent[form] = recent
+        if len(recent) >= ENOUGH:
+            self._medians[form] = _median(recent)
 
-    def begin_trial(self, position: int, k: int) -> None:
-        """Forgets all but the newest measurements of a cell that is about to be measured again."""
-        self._tried_at[k] = self._spent
-        cell = self._cells.get((bucket_of(position), k), deque[float]())
-        while len(cell) > ENOUGH:
-            _ = cell.popleft()
+    def seconds(self, form: Form) -> float | None:
+        """Seconds of a round at the present pace; None if nothing tells."""
+        if (seconds := self._medians.get(form)) is None:
+            return self.estimate(form)
+        return seconds * self._pace.get(form.size, 1.0)
 
-    def seconds(self, position: int, k: int) -> float | None:
-        """Seconds of a round of `k` drafts after `position` rows; None if nothing was measured."""
-        seconds = self._usual_seconds(bucket_of(position), k)
-        return None if seconds is None else seconds * self._pace
+    def is_measured(self, form: Form) -> bool:
+        """Whether rounds of this very form were measured."""
+        return form in self._medians
 
-    @property
-    def _pace(self) -> float:
-        """The seconds of a round at present, relative to those in the cells.
+    def seconds_since_trial(self, size: int) -> float:
+        """Seconds of all rounds of this size since the last trial."""
+        return self._spent.get(size, 0.0) - self._tried_at.get(size, 0.0)
 
-        Heat and other programs slow rounds of all depths alike. A depth that was measured before
-        is compared as if it had been measured now.
-        """
-        return statistics.median(self._paces) if len(self._paces) >= ENOUGH else 1.0
+    def begin_trial(self, form: Form) -> None:
+        """Forgets what a form cost: it is about to be measured again."""
+        self._tried_at[form.size] = self._spent.get(form.size, 0.0)
+        _ = self._recent.pop(form, None), self._medians.pop(form, None)
 
-    def _usual_seconds(self, bucket: int, k: int) -> float | None:
-        if (measured := self._cells.cost((bucket, k))) is not None:
-            return measured
-        buckets = {other for other, _ in self._cells} - {bucket}
-        for near in sorted(buckets, key=lambda other: (abs(other - bucket), other)):
-            if (there := self._cells.cost((near, k))) is not None:
-                return there * self._scale(near, bucket)
-        if k in self._probed:
-            return self._probed[k] * self._probe_scale(bucket)
-        return None
+    def estimate(self, form: Form) -> float | None:
+        """Seconds of a round at the present pace, as other forms let expect them, if they do."""
+        size, context, width, head = form
+        if size == 1:
+            others = [
+                (abs(each.context - context), each.context, seconds)
+                for each, seconds in self._medians.items()
+                if each.context != context
+                and (each.width, each.head, each.size) == (width, head, 1)
+            ]
+            if others:
+                _, near, seconds = min(others)
+                return seconds * self._scale(near, context) * self._pace.get(1, 1.0)
+        if width > head:
+            base = self.seconds(Form(size, context, head, head))
+            ratio = self.copy_ratios.get((size, width))
+            return None if base is None or ratio is None else base * ratio
+        if size > 1 or head not in self._probed:
+            return None
+        return self._probed[head] * self._probe_scale(context) * self._pace.get(1, 1.0)
 
-    def is_measured(self, position: int, k: int) -> bool:
-        """Whether a round of `k` drafts was measured after about that many rows."""
-        return self._cells.cost((bucket_of(position), k)) is not None
+    def _scale(self, near: int, context: int) -> float:
+        """The cost of one context relative to another, from the first form measured in both."""
+        measured = self._medians
+        for form in sorted(each for each in measured if each.size == 1 and each.context == context):
+            if (there := measured.get(form._replace(context=near))) is not None:
+                return measured[form] / there
+        return 1.0
+
+    def _probe_scale(self, context: int) -> float:
+        for k, probed in self._probed.items():
+            if (here := self._medians.get(Form(1, context, k, k))) is not None:
+                return here / probed
+        return 1.0
 
     def cells(self) -> Iterator[tuple[int, int, tuple[float, ...]]]:
-        """(bucket, k, recent seconds) of all cells, to be saved."""
-        for (bucket, k), seconds in sorted(self._cells.items()):
-            yield bucket, k, tuple(seconds)
+        """(Bucket of the context, drafts of the head, recent seconds) of one request's rounds
+        without copies, to be saved."""
+        for (size, context, width, head), seconds in sorted(self._recent.items()):
+            if size == 1 and width == head:
+                yield context, head, tuple(seconds)
 
     @property
     def probed(self) -> tuple[float, ...]:
         """Seconds of the probed rounds, in the order of their numbers of drafts."""
         return tuple(self._probed.values())
 
-    def _scale(self, near: int, bucket: int) -> float:
-        """The cost of `bucket` relative to `near`, from the first depth measured in both."""
-        for _, k in sorted(self._cells):
-            here, there = self._cells.cost((bucket, k)), self._cells.cost((near, k))
-            if here is not None and there is not None:
-                return here / there
-        return 1.0
 
-    def _probe_scale(self, bucket: int) -> float:
-        for k, probed in self._probed.items():
-            if (here := self._cells.cost((bucket, k))) is not None:
-                return here / probed
-        return 1.0
+def _median(seconds: Iterable[float]) -> float:
+    """The same as `statistics.median`, in half of its time: each round needs two."""
+    ordered = sorted(seconds)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

@@ -4,9 +4,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Final
 
-from ..types import Round
+from .acceptance import CopyEvidence
 from .lookup import LONGEST_MATCH, NO_MATCH, RESUMABLE, Match, SuffixIndex
-from .lookup_length import LengthPolicy
 
 READ_AT_ONCE: Final = 16_384
 """Tokens of a prompt that are indexed between two rounds: a few milliseconds of work."""
@@ -22,8 +21,8 @@ class PromptLookup:
     Only committed tokens are added, so a rejected draft or a resumed answer leaves no trace.
     """
 
-    def __init__(self, prompt: Sequence[int], policy: LengthPolicy) -> None:
-        self.policy = policy
+    def __init__(self, prompt: Sequence[int], evidence: CopyEvidence) -> None:
+        self.evidence = evidence
         self._index = SuffixIndex(len(prompt))
         self._waiting = array("i", prompt)
         """Tokens of the prompt that are not indexed yet."""
@@ -44,7 +43,7 @@ class PromptLookup:
         length, place, resumed = self._match
         is_right = length > 0 and self._index[place] == token
         if length:
-            self.policy.observe(length, is_right=is_right, resumed=resumed)
+            self.evidence.add(length, is_right=is_right, resumed=resumed)
         self._index.extend((token,))
         if is_right:  # a longer match would have been longer before this token, too
             self._match = Match(min(length + 1, LONGEST_MATCH), place + 1)
@@ -55,38 +54,22 @@ class PromptLookup:
         match = self._index.find()
         self._match = match if match.length else self._index.resume(self._broken, self._since)
 
-    def length(self, limit: int, position: int) -> int:
-        """Tokens to copy in the next round, after `position` rows: from 0 to `limit`."""
-        _ = self.read()
-        if self._waiting or self._answer or not self._match.length or limit <= 0:
-            return 0
-        length, _, resumed = self._match
-        return self.policy.choose(length, self._texts(limit), position, resumed=resumed)
-
     def reached(self, limit: int) -> list[float]:
         """Chances that the first 1, 2, … tokens of the copy stand, `limit` at most; none without an
         earlier occurrence, and until `read` has indexed the whole prompt."""
         if self._waiting or self._answer or not self._match.length or limit <= 0:
             return []
         length, _, resumed = self._match
-        return self.policy.reached(length, self._texts(limit), resumed=resumed)
+        return self.evidence.reached(length, self._texts(limit), resumed=resumed)
 
     def _texts(self, limit: int) -> int:
         """How many of the copy's next tokens, `limit` at most, are no rows of images."""
-        following = self._index.continuation(self._match.place, min(limit, self.policy.longest))
+        following = self._index.continuation(self._match.place, min(limit, self.evidence.longest))
         return next((n for n, token in enumerate(following) if token < 0), limit)
 
     def tokens(self, length: int) -> list[int]:
         """The next `length` tokens of the copy."""
         return self._index.continuation(self._match.place, length)
-
-    def learn(self, round_: Round, seconds: float) -> None:
-        """Records the cost of a round that the request shared with no other."""
-        start = round_.forward.position
-        if round_.is_copied:
-            self.policy.learn_copy(round_.drafted, start, seconds)
-        else:
-            self.policy.learn_other(round_.drafted, len(round_.tokens), start, seconds)
 
     @property
     def match(self) -> Match:

@@ -8,15 +8,14 @@ import mlx.core as mx
 from ...mtp.batch_verdict import RowDrafts
 from ...mtp.caches.batch_slots import order_of
 from ...mtp.caches.rollback import cache_arrays
-from ...mtp.drafting.batch_lookup import BatchPolicy
-from ...mtp.drafting.depth import LOOK_TOKENS, AdaptiveDepth, Plan
+from ...mtp.drafting.round_policy import RoundPolicy
 from ...mtp.seams import as_row
 from ...mtp.targets import Target
 from ...mtp.types import Round
 from .drafter import PENDING_ROWS, RESTING_ROWS, Drafter, DraftModel
 from .issued_round import IssuedRound, kept_rows_of, outcome_of
 from .request import Request
-from .round_plan import NONE, RoundPlan, demand_of, plan_together
+from .round_plan import RoundPlan, plan_round
 from .states.cache_set import CacheSet
 from .states.state import DraftState, State
 from .step_outcome import StepOutcome, verdict_of
@@ -39,14 +38,13 @@ class Batch:
         target: Target,
         draft_model: DraftModel | None,
         joins: dict[Request, State],
-        policy: BatchPolicy,
+        policy: RoundPolicy,
         clock: Callable[[], float],
         *,
         counts_on_device: bool = False,
     ) -> None:
-        """`policy`: chooses the drafts of several requests. `counts_on_device`: whether rounds
-        with drafts may be issued before earlier ones are read, with row counts that only the device
-        knows.
+        """`policy`: chooses the rounds. `counts_on_device`: whether rounds with drafts may be
+        issued before earlier ones are read, with row counts that only the device knows.
         """
         self._target = target
         self._draft_model = draft_model
@@ -84,11 +82,9 @@ class Batch:
                 return None
             self._switch_counting(on_device=on_device)
         flight = self._decode(plan, on_device=on_device)
-        for request, limit, copy in zip(self.requests, flight.drafted, plan.copies, strict=True):
+        for request, limit in zip(self.requests, flight.drafted, strict=True):
             request.pending_tokens += limit + 1
             request.issued_rounds += 1
-            if not copy:
-                _advance_plan(request, plan.head)
         self.in_flight += 1
         self._drafted_last = plan.head > 0
         mx.async_eval(flight.verdict.table)
@@ -116,22 +112,20 @@ class Batch:
         return outcomes
 
     def _learn(self, flight: IssuedRound, outcomes: Sequence[StepOutcome], seconds: float) -> None:
-        if len(flight.requests) > 1:
-            size, choice = len(flight.requests), flight.plan.choice
-            self._policy.learn(size, choice, max(flight.drafted), seconds)
-        for index, outcome in enumerate(outcomes):
-            drafted = flight.drafted[index]
-            drafts, round_ = outcome.request.drafts, outcome.step
+        plan, size, position = flight.plan, len(flight.requests), 0
+        for drafted, (request, round_, *_) in zip(flight.drafted, outcomes, strict=True):
+            drafts = request.drafts
             if not isinstance(round_, Round) or drafts.parked_at == round_.forward.position + 1:
+                if size == 1:
+                    return
                 continue
-            if len(flight.requests) == 1:
-                start = round_.forward.position
-                if flight.plan.is_planned:
-                    drafts.depth.learn(drafted, round_.accepted, start, seconds)
-                if drafts.lookup is not None:
-                    drafts.lookup.learn(round_, seconds)
-            elif drafted and not round_.is_copied and isinstance(drafts.depth, AdaptiveDepth):
-                drafts.depth.record(drafted, round_.accepted)
+            if drafted and not round_.is_copied and drafts.demand.acceptance is not None:
+                drafts.demand.acceptance.add(drafted, round_.accepted)
+            if size == 1:
+                position, drafts.demand.rounds = round_.forward.position, drafts.demand.rounds + 1
+                if (own := drafts.demand.policy) is not None:
+                    own.learn(1, position, plan.width, plan.head, seconds)
+        self._policy.learn(size, position, plan.width, plan.head, seconds)
 
     def change(self, leaves: Sequence[Request], joins: dict[Request, State]) -> None:
         """Replaces members while nothing is in flight. Evaluates all arrays, so that no lazy graph
@@ -146,8 +140,6 @@ class Batch:
             self.drafter = self._new_drafter([*([None] * len(order)), *drafts])
         self.caches.change(order, [(state.caches, state.rows) for state in joins.values()])
         self.requests = (*(self.requests[index] for index in order), *joins)
-        for request in self.requests:
-            request.drafts.plan = None
         if not any(request.k and request.drafts.parked_at is None for request in self.requests):
             self.drafter = None
         self._tokens = self._last_tokens()
@@ -201,67 +193,28 @@ class Batch:
 
     def _plan(self) -> RoundPlan | None:
         """The drafts of the next round, or None if one in flight must be read first."""
-        if len(self.requests) > 1:
-            return self._plan_together()
-        copy = self._copy()
-        if copy is None:
-            return None
-        if copy:
-            return RoundPlan(len(copy), 0, [copy])
-        k, is_planned = self._choose()
-        return RoundPlan(k, k, [NONE], is_planned)
-
-    def _plan_together(self) -> RoundPlan | None:
-        unread, k = 0, 0
-        if self.drafter is not None:
-            unread = 0 if self._drafted_last else self.drafter.unread
-            demands = [demand_of(request) for request in self.requests]
-            k = self._policy.depth.choose(demands, unread, self._running)
-        plan = plan_together(self.requests, k, self._policy, in_flight=self.in_flight > 0)
+        unread = 0 if self.drafter is None or self._drafted_last else self.drafter.unread
+        if len(self.requests) == 1 and unread <= PENDING_ROWS:
+            unread = 0  # the head reads them as it drafts
+        plan = plan_round(
+            self.requests,
+            self._policy,
+            drafts=self.drafter is not None,
+            unread=unread,
+            running=self._running,
+            in_flight=self.in_flight > 0,
+        )
         if plan is not None and plan.head and unread and self.drafter is not None:
             began_at = self._clock()
             self.drafter.wake()
-            self._policy.depth.record_wake(unread, self._clock() - began_at)
+            self._policy.record_wake(unread, self._clock() - began_at)
         return plan
-
-    def _copy(self) -> list[int] | None:
-        """The next round's drafts from the request's own tokens, which may be none.
-
-        None: a round in flight must be read first, since a copy begins after tokens that are
-        known.
-        """
-        request, lookup = self.requests[0], self.requests[0].drafts.lookup
-        if lookup is None:
-            return []
-        length = lookup.length(request.copy_limit, request.position)
-        if not length:
-            return []
-        if self.in_flight:
-            return None
-        tokens = lookup.tokens(length)
-        if (allowed := request.sampler.allowed_count(tokens)) < length:
-            length = lookup.length(allowed, request.position)
-        return tokens[:length]
-
-    def _choose(self) -> tuple[int, bool]:
-        """The number of the head's drafts for a request that is alone, and whether its depth
-        policy decided it."""
-        if self.drafter is None:
-            return 0, True
-        unread = 0 if self._drafted_last else self.drafter.unread
-        request = next(iter(self.requests))
-        drafts = request.drafts
-        if drafts.plan is None:
-            rests = unread > PENDING_ROWS and self._patience() > PENDING_ROWS
-            drafts.plan = Plan(0, LOOK_TOKENS) if rests else drafts.depth.plan(request.position)
-        k = min(drafts.plan.k, request.draft_limit)
-        return k, k > 0 or drafts.plan.k == 0
 
     def _patience(self) -> int:
         """Rows that may wait for the head: many if drafts do not pay off at the present load."""
-        adaptive = all(type(request.drafts.depth) is AdaptiveDepth for request in self.requests)
-        is_resting = self._running > 1 and adaptive and not self._drafted_last
-        is_resting = is_resting and self._policy.depth.is_resting(self._running)
+        is_resting = self._running > 1 and not self._drafted_last
+        is_resting = is_resting and all(request.drafts.demand.may_rest for request in self.requests)
+        is_resting = is_resting and self._policy.is_resting(self._running)
         return RESTING_ROWS if is_resting else PENDING_ROWS
 
     def _can_count_on_device(self, k: int) -> bool:
@@ -346,11 +299,3 @@ class Batch:
         if self.drafter is None or flight.hidden is None or not all(kept_rows):
             return
         self.drafter.observe(flight.hidden, flight.verdict.tokens, kept_rows, self._patience())
-
-
-def _advance_plan(request: Request, k: int) -> None:
-    """Removes a round of `k` drafts from what the depth policy decided."""
-    plan = request.drafts.plan
-    if plan is None:
-        return
-    request.drafts.plan = Plan(0, plan.rounds - 1) if plan.k == k == 0 and plan.rounds > 1 else None

@@ -5,8 +5,7 @@ from typing import Any, Final
 
 import mlx.core as mx
 
-from ...mtp.drafting.batch_lookup import BatchPolicy
-from ...mtp.drafting.depth import AdaptiveDepth
+from ...mtp.drafting.round_policy import RoundPolicy
 from ...mtp.finite import NO_TOKEN, NotFinite
 from ...mtp.seams import as_row
 from ...mtp.targets import Target
@@ -41,10 +40,10 @@ class LocalExecutor:
         clock: Callable[[], float],
         *,
         prefixes: PrefixStore | None = None,
-        policy: BatchPolicy | None = None,
+        policy: RoundPolicy | None = None,
         forms: RoundForms | None = None,
     ) -> None:
-        """`policy`: chooses the rounds of several requests."""
+        """`policy`: chooses the rounds of all requests."""
         self._target = target
         self._make_caches = make_caches
         self._draft_model = draft_model
@@ -52,7 +51,7 @@ class LocalExecutor:
         self._prefixes = prefixes or PrefixStore(0, make_caches)
         self.forms = forms or RoundForms()
         self.overlaps = self.forms.overlaps
-        self.policy = policy or BatchPolicy()
+        self.policy = policy or RoundPolicy()
         self.step_times = StepTimes()
         self._groups = Groups[Request, Batch](self._new_batch, lambda request: request.is_decoding)
 
@@ -78,18 +77,15 @@ class LocalExecutor:
 
     def end_prefill(self, forward: PrefillForward, running: int) -> tuple[list[StepOutcome], None]:
         """Commits the rows of a computed forward. Returns first tokens of prompts that end."""
-        patience = (
-            RESTING_ROWS if running > 1 and self.policy.depth.is_resting(running) else PENDING_ROWS
-        )
+        patience = RESTING_ROWS if running > 1 and self.policy.is_resting(running) else PENDING_ROWS
         outcomes, unfinished = list[StepOutcome](), list[State]()
         for index, (request, state) in enumerate(forward.states.items()):
             if request.phase == "finished":
                 continue
             state.rows = request.rows = forward.ends[index]
-            max_unread = (
-                patience if isinstance(request.drafts.depth, AdaptiveDepth) else PENDING_ROWS
+            self._feed_head(
+                forward, index, patience if request.drafts.demand.may_rest else PENDING_ROWS
             )
-            self._feed_head(forward, index, max_unread)
             if request.parameters.output.prompt_logprobs:
                 outcomes.append(
                     scored(request, forward.outputs[index].logits, forward.begin(index))
@@ -185,9 +181,9 @@ class LocalExecutor:
     def release(self, request: Request) -> None:
         """Frees a request's state; its rows in a batch are freed by the next change of members."""
         self._groups.release(request)
-        depth = request.drafts.depth
-        if isinstance(depth, AdaptiveDepth) and request.rows <= SHORT_ROWS:
-            self.step_times.estimate(request, depth.plain_seconds)
+        demand = request.drafts.demand
+        if demand.acceptance is not None and request.rows <= SHORT_ROWS:
+            self.step_times.estimate(request, self.policy.plain_seconds(demand))
         self.step_times.end(request)
 
     def forget(self, requests: Sequence[Request]) -> list[Request]:
@@ -196,9 +192,7 @@ class LocalExecutor:
 
     def depth_reason(self, request: Request) -> str:
         """Why the request's last round drafted as many tokens as it did, for a person."""
-        if request.round_size > 1 and isinstance(request.drafts.depth, AdaptiveDepth):
-            return self.policy.depth.reason()
-        return request.drafts.depth.reason(request.rows)
+        return self.policy.reason(request.drafts.demand, request.drafts.choice)
 
     @property
     def bytes(self) -> int:

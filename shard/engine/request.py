@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from ...mtp.drafting.depth import DepthPolicy, FixedDepth, Plan
 from ...mtp.drafting.lookup_drafts import PromptLookup
+from ...mtp.drafting.round_policy import DraftDemand, RoundChoice
 from ...mtp.grammar import GrammarMatcher
 from ...mtp.sampler import Sampler
 from ...mtp.seams import StopCondition
@@ -111,14 +111,14 @@ class Parameters:
 class DraftProgress:
     """How one request drafts, and its progress in that."""
 
-    depth: DepthPolicy = field(default_factory=lambda: FixedDepth(0))
-    """Decides how many tokens a round drafts that it shares with no other request."""
+    demand: DraftDemand = field(default_factory=DraftDemand)
+    """Its drafts of the head."""
     lookup: PromptLookup | None = None
     """Drafts that are copied from its own tokens, unless it copies nothing."""
     overlap: bool = True
     """Whether drafts are computed while the verifier's graph is built."""
-    plan: Plan | None = None
-    """The rest of the depth policy's last decision."""
+    choice: RoundChoice | None = None
+    """Its last round; None before the first."""
     parked_at: int | None = None
     """The position at which drafting ended because the drafter's logits were not finite."""
 
@@ -272,7 +272,7 @@ class Request:
     @property
     def most_drafts(self) -> int:
         """Tokens that one of its rounds may draft or copy at most."""
-        return max(self.k, 0 if self.drafts.lookup is None else self.drafts.lookup.policy.longest)
+        return max(self.k, 0 if self.drafts.lookup is None else self.drafts.lookup.evidence.longest)
 
     @property
     def copy_limit(self) -> int:

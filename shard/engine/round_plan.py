@@ -1,4 +1,4 @@
-"""The drafts of a batch's next round: how many, and whose."""
+"""The drafts of a round: how many, and whose."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from typing import Final
 import mlx.core as mx
 
 from ...mtp.batch_verdict import RowDrafts
-from ...mtp.drafting.batch_depth import DraftDemand
-from ...mtp.drafting.batch_lookup import BatchPolicy, CopyPlan, Offer
-from ...mtp.drafting.depth import AdaptiveDepth
+from ...mtp.drafting.round_policy import Offer, RoundPolicy
 from .request import Request
 
+Copy = tuple[Sequence[int], Sequence[float]]
 NONE: Final = ()
+NO_COPY: Final[Copy] = (NONE, NONE)
 _UNUSED: Final = 0
 """The id at places of a round for which a request has no draft."""
 
@@ -27,18 +27,11 @@ class RoundPlan:
     """Drafts of the head for requests that do not copy, or 0 if it does not run."""
     copies: Sequence[Sequence[int]]
     """Copied drafts by request, empty for one that does not copy."""
-    is_planned: bool = False
-    """Whether `head` is the choice of a request's own depth policy."""
 
     @property
     def is_copied(self) -> list[bool]:
         """Whether a request copies its drafts, by request."""
         return [bool(copy) for copy in self.copies]
-
-    @property
-    def choice(self) -> CopyPlan:
-        """The same without ids, as the policy of batches chose it."""
-        return CopyPlan(self.width, self.head, self.is_copied)
 
     def head_limits(self, requests: Sequence[Request]) -> list[int]:
         """Drafts of the head that each request uses."""
@@ -72,34 +65,35 @@ class RoundPlan:
         return RowDrafts(tokens, finite, tuple(a if a is not None else b for a, b in parts))
 
 
-def demand_of(request: Request) -> DraftDemand:
-    """A request's demand on the head in a batch."""
-    if not isinstance(request.drafts.depth, AdaptiveDepth):
-        return DraftDemand(request.draft_limit, None)
-    return DraftDemand(request.draft_limit, request.drafts.depth.acceptance.shares)
-
-
-def plan_together(
-    requests: Sequence[Request], head: int, policy: BatchPolicy, *, in_flight: bool
+def plan_round(
+    requests: Sequence[Request],
+    policy: RoundPolicy,
+    *,
+    drafts: bool,
+    unread: int,
+    running: int,
+    in_flight: bool,
 ) -> RoundPlan | None:
-    """The next round of several requests, of which the head would draft `head` tokens.
+    """The next round of requests that share it, or None if one in flight must be read first, since
+    a copy begins after tokens that are known.
 
-    None: a round in flight must be read first, since a copy begins after tokens that are known.
+    `drafts`: whether the head drafts for any. `unread`, `running`: see `RoundPolicy.choose`.
     """
-    plain = RoundPlan(head, head, [NONE] * len(requests))
-    if not policy.copies:
-        return plain
-    lookups = [request.drafts.lookup for request in requests if request.drafts.lookup is not None]
-    _ = any(lookup.read() for lookup in lookups)  # a part of one prompt between two rounds
-    copies = [_copy(request, in_flight=in_flight) for request in requests]
+    copies: list[Copy] = [NO_COPY] * len(requests)
+    if policy.lengths if len(requests) == 1 else policy.shared_lengths:
+        lookups = [r.drafts.lookup for r in requests if r.drafts.lookup is not None]
+        _ = any(lookup.read() for lookup in lookups)  # a part of one prompt between two rounds
+        copies = [_copy(request, in_flight=in_flight) for request in requests]
     offers = [
-        Offer(demand_of(request), reached)
+        Offer(request.drafts.demand, request.draft_limit if drafts else 0, reached)
         for request, (_, reached) in zip(requests, copies, strict=True)
     ]
-    choice = policy.choose(offers, head)
-    if not any(choice.is_copied):
-        return plain
-    if in_flight:
+    first = requests[0]
+    own = first.drafts.demand.policy if len(requests) == 1 else None
+    choice = (own or policy).choose(offers, first.position, unread=unread, running=running)
+    for request in requests:
+        request.drafts.choice = choice
+    if in_flight and any(choice.is_copied):
         return None
     parts = zip(copies, choice.is_copied, strict=True)
     return RoundPlan(
@@ -109,16 +103,16 @@ def plan_together(
     )
 
 
-def _copy(request: Request, *, in_flight: bool) -> tuple[Sequence[int], Sequence[float]]:
+def _copy(request: Request, *, in_flight: bool) -> Copy:
     """The longest copy of a request, and the chances that its first 1, 2, … tokens stand.
 
     While a round is in flight its grammar's state is not known, which is asked before a copy.
     """
     if request.drafts.lookup is None:
-        return NONE, NONE
+        return NO_COPY
     reached = request.drafts.lookup.reached(request.copy_limit)
     if not reached:
-        return NONE, NONE
+        return NO_COPY
     tokens = request.drafts.lookup.tokens(len(reached))
     count = len(tokens) if in_flight else request.sampler.allowed_count(tokens)
     return tokens[:count], reached[:count]

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...mtp.drafting.depth import FixedDepth
 from ...mtp.drafting.lookup_drafts import PromptLookup
+from ...mtp.drafting.round_policy import DraftDemand, RoundPolicy
 from ...mtp.sampler import Sampler
 from ...mtp.schedule import prefill_ends
 from ...mtp.seams import StopCondition
@@ -38,10 +38,11 @@ def bare_engine(
     *,
     chunk: int = 512,
     runs_ahead: bool = False,
+    policy: RoundPolicy | None = None,
 ) -> Engine:
     """An engine without prefixes, whose clock stands still so that its schedule is deterministic.
 
-    `runs_ahead`: rounds are issued before the earlier ones are read.
+    `runs_ahead`: rounds are issued before the earlier ones are read. `policy`: chooses them.
     """
 
     def clock() -> float:
@@ -52,6 +53,7 @@ def bare_engine(
         make_caches,
         draft_model,
         clock,
+        policy=policy,
         forms=RoundForms.of(make_caches(), runs_ahead),
     )
     depth = 2 if runs_ahead else 1
@@ -86,7 +88,7 @@ def bare_request(
         pb.Output(top_logprobs=top_logprobs),
         pb.Sharing(alone=alone),
     )
-    drafts = DraftProgress(FixedDepth(k), lookup)
+    drafts = DraftProgress(DraftDemand(k), lookup)
     return Request(parameters, ends, chooser, stop_condition or NoStopCondition(), drafts, **fields)
 
 

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import pytest
 from budget import seeds
@@ -102,19 +101,25 @@ def test_memory_is_bounded_by_tokens(count: int) -> None:
     assert index.bytes <= 24 * count
 
 
-@dataclass(frozen=True)
 class Recorder(FixedLength):
     """Copies `longest` tokens wherever it may, and records the evidence."""
 
-    longest: int = 4
-    evidence: list[tuple[int, bool]] = field(default_factory=list[tuple[int, bool]])
-    resumed: list[tuple[int, bool]] = field(default_factory=list[tuple[int, bool]])
-    """The evidence where a match resumed, and how."""
+    def __init__(self, longest: int = 4) -> None:
+        super().__init__(longest)
+        self.seen = list[tuple[int, bool]]()
+        self.resumed = list[tuple[int, bool]]()
+        """The evidence where a match resumed, and how."""
 
-    def observe(self, match_length: int, *, is_right: bool, resumed: Resumed = 0) -> None:
-        self.evidence.append((match_length, is_right))
+    def add(self, match_length: int, *, is_right: bool, resumed: Resumed = 0) -> None:
+        self.seen.append((match_length, is_right))
         if resumed:
             self.resumed.append((resumed, is_right))
+
+
+def copied(lookup: PromptLookup, limit: int) -> list[int]:
+    """The copy of the next round, which has at most `limit` tokens."""
+    _ = lookup.read()
+    return lookup.tokens(len(lookup.reached(limit))) if lookup.reached(limit) else []
 
 
 def pushed(lookup: PromptLookup, ids: Sequence[int]) -> PromptLookup:
@@ -124,25 +129,22 @@ def pushed(lookup: PromptLookup, ids: Sequence[int]) -> PromptLookup:
 
 
 def test_every_token_is_evidence_whether_it_was_drafted_or_not() -> None:
-    policy = Recorder()
-    lookup = PromptLookup([1, 2, 3, 4, 5, 6, 9], policy)
-    assert lookup.length(10, 7) == 0
+    evidence = Recorder()
+    lookup = PromptLookup([1, 2, 3, 4, 5, 6, 9], evidence)
+    assert copied(lookup, 10) == []
     _ = pushed(lookup, [1, 2, 3, 4, 5, 7])
-    assert policy.evidence == [(3, True), (4, True), (5, False)]
+    assert evidence.seen == [(3, True), (4, True), (5, False)]
     assert lookup.match == NO_MATCH
 
 
 def test_a_copy_begins_after_committed_tokens() -> None:
     lookup = PromptLookup([1, 2, 3, 4, 5, 6, 9], Recorder())
-    assert lookup.length(10, 7) == 0
-    _ = pushed(lookup, [1, 2, 3])
-    assert (lookup.length(10, 10), lookup.tokens(4)) == (4, [4, 5, 6, 9])
+    assert copied(lookup, 10) == []
+    assert copied(pushed(lookup, [1, 2, 3]), 10) == [4, 5, 6, 9]
     # Two of the drafts stand, then the target chose another token.
-    _ = pushed(lookup, [4, 5, 8])
-    assert lookup.length(10, 13) == 0
+    assert copied(pushed(lookup, [4, 5, 8]), 10) == []
     # The answer is indexed as the prompt is.
-    _ = pushed(lookup, [3, 4, 5])
-    assert (lookup.length(10, 16), lookup.tokens(4)) == (4, [8, 3, 4, 5])
+    assert copied(pushed(lookup, [3, 4, 5]), 10) == [8, 3, 4, 5]
 
 
 @pytest.mark.parametrize("seed", seeds(10, 200))
@@ -152,7 +154,7 @@ def test_following_a_match_is_searching_again(seed: int, monkeypatch: pytest.Mon
     rng = random.Random(seed)
     prompt = [rng.randrange(50) for _ in range(60)]
     lookup, ids = PromptLookup(prompt, Recorder()), list(prompt)
-    _ = lookup.length(4, 0)
+    _ = lookup.read()
     for _ in range(60):
         start = rng.randrange(len(ids))
         for token in (*ids[start : start + rng.randrange(8)], rng.randrange(50)):
@@ -185,27 +187,26 @@ FILE = list(range(100, 130))
 )
 def test_a_long_copy_resumes_after_a_change(answer: list[int], copy: list[int]) -> None:
     lookup = PromptLookup([*FILE, 1], Recorder(3))
-    assert lookup.length(9, 31) == 0
-    length = pushed(lookup, answer).length(9, 31 + len(answer))
-    assert (lookup.tokens(length) if length else []) == copy
+    assert copied(lookup, 9) == []
+    assert copied(pushed(lookup, answer), 9) == copy
 
 
 def test_a_token_after_a_change_is_evidence_of_its_own() -> None:
-    policy = Recorder()
-    lookup = PromptLookup([*FILE, 1], policy)
-    assert lookup.length(9, 31) == 0
+    evidence = Recorder()
+    lookup = PromptLookup([*FILE, 1], evidence)
+    assert copied(lookup, 9) == []
     _ = pushed(lookup, [*FILE[:8], 7, FILE[9], 8, 7, FILE[11], FILE[12]])
-    assert policy.evidence[-5:] == [(8, False), (8, True), (9, False), (9, False), (9, True)]
-    assert policy.resumed == [(1, True), (1, False), (2, True)]
+    assert evidence.seen[-5:] == [(8, False), (8, True), (9, False), (9, False), (9, True)]
+    assert evidence.resumed == [(1, True), (1, False), (2, True)]
 
 
 def test_no_copy_resumes_beyond_the_last_token() -> None:
     """The copied text is the answer's own end, of which little is left."""
     for count in range(1, 4):
         lookup = PromptLookup([0, 1], Recorder(3))
-        assert lookup.length(9, 2) == 0
+        assert copied(lookup, 9) == []
         _ = pushed(lookup, [*[5] * (12 - count), *range(6, 6 + count), 5, 7, 8])
-        assert lookup.length(9, 20) in (0, 3)
+        assert len(copied(lookup, 9)) in (0, 3)
         assert not lookup.match.length or lookup.match.place < 2 + 15
 
 
@@ -213,28 +214,18 @@ def test_a_long_prompt_is_indexed_in_parts_between_rounds() -> None:
     body = list(range(READ_AT_ONCE + 10))
     lookup = PromptLookup([*body, 1, 2], Recorder())
     lookup.push(3)
-    assert lookup.length(8, len(body) + 3) == 0  # the rest is not indexed yet
+    assert copied(lookup, 8) == []  # the rest is not indexed yet
     lookup.push(4)
-    assert lookup.length(8, len(body) + 4) == 4
-    assert lookup.tokens(4) == [5, 6, 7, 8]
+    assert copied(lookup, 8) == [5, 6, 7, 8]
 
 
 @pytest.mark.parametrize("limit", [-1, 0, 3])
 def test_no_copy_is_longer_than_the_answer_may_be(limit: int) -> None:
     lookup = pushed(PromptLookup([1, 2, 3, 4], Recorder(4)), [1, 2, 3])
-    assert lookup.length(limit, 7) == 0
+    assert len(copied(lookup, limit)) == max(0, limit)
 
 
-@pytest.mark.parametrize(("text", "copied"), [([], 0), ([4], 1), ([4, 5], 2), ([4, 5, 6], 2)])
-def test_rows_of_images_are_never_copied(text: list[int], copied: int) -> None:
-    class UpToTwo(FixedLength):
-        def choose(
-            self, match_length: int, limit: int, position: int, *, resumed: Resumed = 0
-        ) -> int:
-            del match_length, position, resumed
-            return min(self.longest, limit)
-
-    lookup = PromptLookup([1, 2, 3, *text, -7, -8, 1, 2, 3], UpToTwo(2))
-    assert lookup.length(9, 20) == copied
-    assert lookup.tokens(copied) == text[:copied]
-    assert len(lookup.reached(9)) == copied
+@pytest.mark.parametrize(("text", "count"), [([], 0), ([4], 1), ([4, 5], 2), ([4, 5, 6], 2)])
+def test_rows_of_images_are_never_copied(text: list[int], count: int) -> None:
+    lookup = PromptLookup([1, 2, 3, *text, -7, -8, 1, 2, 3], FixedLength(2))
+    assert copied(lookup, 9) == text[:count]

@@ -15,8 +15,8 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ....mtp.drafting.costs import LONGEST_S, RECENT, RoundCosts
-from ....mtp.drafting.depth import Prior
+from ....mtp.drafting.acceptance import Prior
+from ....mtp.drafting.costs import LONGEST_S, RECENT, CostTable
 from ....mtp.probe import Identity
 from ...checkpoint.files import read_bounded, write_atomic
 
@@ -121,7 +121,7 @@ class DraftProfile:
     key: DraftProfileKey
     path: Path | None
     clock: Callable[[], float]
-    costs: RoundCosts = field(default_factory=RoundCosts)
+    costs: CostTable = field(default_factory=CostTable)
     prior: Prior = field(default_factory=Prior)
     identity: MeasuredIdentity | None = None
     batch_identity: MeasuredIdentity | None = None
@@ -145,7 +145,7 @@ class DraftProfile:
             log.warning("the saved speeds in %s cannot be used: %s", profile.path.name, reason)
             return profile
         cells = {(cell.bucket, cell.k): cell.seconds for cell in stored.cells}
-        profile.costs = RoundCosts(stored.probed, cells)
+        profile.costs = CostTable(stored.probed, cells)
         profile.prior = Prior(stored.seen, stored.accepted)
         profile.identity = stored.identity
         profile.batch_identity = stored.batch_identity

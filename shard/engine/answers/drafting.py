@@ -3,7 +3,9 @@
 import logging
 from dataclasses import replace
 
-from ....mtp.drafting.depth import AdaptiveDepth, DepthPolicy, FixedDepth, RepeatableDepth
+from ....mtp.drafting.acceptance import Acceptance
+from ....mtp.drafting.costs import CostTable
+from ....mtp.drafting.round_policy import DraftDemand, RoundPolicy
 from ....mtp.families.family import Family
 from ....mtp.families.head import DraftHead
 from ....placement.errors import InvalidRequest
@@ -28,11 +30,13 @@ class DraftControl:
         vocabulary: int,
         options: EngineOptions,
         profile: DraftProfile,
+        policy: RoundPolicy,
     ) -> None:
         """`family` is None if the model gives no hidden states, or is split over stages."""
         self._head = head
         self._family = family
         self._profile = profile
+        self._policy = policy
         # A card may name more ids than this checkpoint has: then all ids may be drafted.
         drafted = options.draft_vocabulary
         self._vocabulary = drafted if drafted < vocabulary else 0
@@ -78,25 +82,27 @@ class DraftControl:
         drafting = changed(request.drafting, **changes, drafting_reason=self.refusal)
         return replace(request, drafting=drafting)
 
-    def depth(self, request: Parameters) -> DepthPolicy:
-        """The policy that decides how many tokens each round of a request drafts."""
+    def demand(self, request: Parameters) -> DraftDemand:
+        """The drafts of the head that a request asks for."""
         drafting, k = request.drafting, request.k
         if not drafting.adaptive_draft or k == 0:
-            return FixedDepth(k, drafting.initial_draft_source or "as requested")
-        policy = RepeatableDepth if self.is_near_tie else AdaptiveDepth
-        return policy(
+            return DraftDemand(k, drafting.initial_draft_source or "as requested")
+        costs, own = self._profile.costs, None
+        if self.is_near_tie:
+            own = RoundPolicy(CostTable(costs.probed), follows_clock=False)
+        return DraftDemand(
             k,
-            drafting.initial_draft_tokens or k,
-            self._profile.prior,
-            self._profile.costs,
             drafting.initial_draft_source or "the most that the request allows",
+            Acceptance(k, self._profile.prior, is_own=self.is_near_tie),
+            drafting.initial_draft_tokens or k,
+            own,
         )
 
     @property
     def speedup(self) -> float:
-        """See `AdaptiveDepth`: of all answers so far."""
-        profile = self._profile
-        return AdaptiveDepth(self.max_k, 0, profile.prior, profile.costs).speedup
+        """See `RoundPolicy`: of all answers so far."""
+        acceptance = Acceptance(self.max_k, self._profile.prior)
+        return self._policy.speedup(DraftDemand(self.max_k, acceptance=acceptance))
 
     def model(self) -> DraftModel | None:
         """The head with the parts that it shares with the target; None without a head."""

@@ -7,10 +7,9 @@ from typing import Final
 from mlx import nn
 
 from ....mtp.caches.rollback import fixed_kinds
-from ....mtp.drafting.batch_lookup import BatchPolicy
-from ....mtp.drafting.costs import RoundCosts
+from ....mtp.drafting.acceptance import CopyEvidence
 from ....mtp.drafting.lookup_drafts import PromptLookup
-from ....mtp.drafting.lookup_length import AdaptiveLength, CopyCosts, CopyEvidence
+from ....mtp.drafting.round_policy import RoundPolicy
 from ....mtp.families.taped_gated_delta import keeps_states
 from ....mtp.pieces import Pieces
 from ....mtp.probe import Subject
@@ -44,7 +43,13 @@ class LookupControl:
     """Grants prompt lookup to the requests of one engine, if its rows were measured to be exact."""
 
     def __init__(
-        self, options: EngineOptions, model: nn.Module, caches: Sequence[object], *, is_whole: bool
+        self,
+        options: EngineOptions,
+        model: nn.Module,
+        caches: Sequence[object],
+        policy: RoundPolicy,
+        *,
+        is_whole: bool,
     ) -> None:
         """`caches`: of one request, by layer. `is_whole`: whether this node has the whole model."""
         self.off_reason = _objection(options, caches, is_whole=is_whole)
@@ -53,13 +58,10 @@ class LookupControl:
         """Whether drafts of the head may decide near ties otherwise than single steps do."""
         self.part = ""
         """What computes other bits for blocks than for single steps, in words."""
-        self.policy = BatchPolicy()
-        """The policy of requests that share forwards."""
+        self.policy = policy
         self.shared_reason = "" if self.off_reason else NOT_MEASURED
         """Why requests copy nothing while they share forwards; empty if they may."""
         self._candidates = STATE_LENGTHS if keeps_states(model) else LENGTHS
-        self._lengths: Sequence[int] = ()
-        self._costs = CopyCosts(RoundCosts(), {})
         self._evidence = CopyEvidence()
 
     def probe(self, subject: Subject, profile: DraftProfile) -> Pieces[None]:
@@ -72,11 +74,11 @@ class LookupControl:
             self.off_reason = f"this model cannot verify copied drafts ({headline(fault)})"
             log.warning("%s: prompt lookup is off", self.off_reason)
             return
-        self._lengths = copies.exact
-        seconds = dict(zip((0, *copies.lengths), copies.verify, strict=True))
-        removal = dict(zip(copies.lengths, copies.rollback, strict=True))
-        self._costs = CopyCosts(RoundCosts(seconds), removal)
-        if not self._lengths:
+        plain, *verify = copies.verify
+        ratios = {n: s / plain for n, s in zip(copies.lengths, verify, strict=True)}
+        removal = {n: s / plain for n, s in zip(copies.lengths, copies.rollback, strict=True)}
+        self.policy.allow(copies.exact, ratios, removal)
+        if not copies.exact:
             self.off_reason = (
                 f"a verify of {copies.lengths[0] + 1} rows or more does not compute what single "
                 f"steps do on this machine{copies.part}, so copied drafts could change an answer; "
@@ -98,7 +100,7 @@ class LookupControl:
             return
         try:
             copies = yield from repeated(
-                lambda: probe_shared_copies(subject, self._lengths, profile)
+                lambda: probe_shared_copies(subject, self.policy.lengths, profile)
             )
         except MODEL_FAULTS as fault:  # only the probe's own state is lost
             self.shared_reason = f"batches cannot verify copied drafts ({headline(fault)})"
@@ -107,7 +109,7 @@ class LookupControl:
         ratios = {(size, length): ratio for size, length, ratio in copies.ratios}
         self.shared_reason = "" if copies.exact else NOT_EXACT_TOGETHER
         if copies.exact:
-            self.policy.allow(copies.exact, ratios, head)
+            self.policy.allow_shared(copies.exact, ratios, head)
 
     def refuse(self, reason: str) -> None:
         """Lets no request copy."""
@@ -131,14 +133,14 @@ class LookupControl:
     @property
     def refusal(self) -> str:
         """Why no request copies; empty if some may."""
-        return self.off_reason or ("" if self._lengths else NOT_MEASURED)
+        return self.off_reason or ("" if self.policy.lengths else NOT_MEASURED)
 
     def lookup(self, request: Parameters) -> PromptLookup | None:
         """The copies of one request; None if it copies nothing."""
         if self.reason(request):
             return None
-        policy = AdaptiveLength(self._lengths, self._costs, self._evidence)
-        return PromptLookup(request.prompt, policy)
+        evidence = self._evidence.of_answer(self.policy.lengths[-1])
+        return PromptLookup(request.prompt, evidence)
 
 
 def _objection(options: EngineOptions, caches: Sequence[object], *, is_whole: bool) -> str:

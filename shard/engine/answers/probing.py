@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 from ....mtp.batch_probe import SIZES, batch_identity
 from ....mtp.caches.batch_caches import can_batch
-from ....mtp.drafting.batch_lookup import sizes_of
-from ....mtp.drafting.costs import RoundCosts
+from ....mtp.drafting.round_policy import MAX_ROUND_ROWS, MAX_SHARED_LENGTH
 from ....mtp.lookup_probe import measure_batch, measure_copies
 from ....mtp.part_probe import differing_part
 from ....mtp.pieces import Pieces
@@ -23,6 +22,15 @@ from .draft_profile import DraftProfile, MeasuredCopies, MeasuredIdentity, Measu
 
 REPEATS = 3
 """Measurements of each cost; their median counts."""
+
+
+def sizes_of(length: int, most: int) -> tuple[int, ...]:
+    """The requests that are measured together with copies of `length` tokens: few, and as many as
+    may share a round, `most` at most. None if such copies are never shared."""
+    if length > MAX_SHARED_LENGTH:
+        return ()
+    largest = min(most, MAX_ROUND_ROWS // (length + 1))
+    return tuple(sorted({min(3, largest), largest})) if largest > 1 else ()
 
 
 def batching_refusal(options: EngineOptions, caches: Sequence[object]) -> str:
@@ -130,6 +138,4 @@ def probe_costs(subject: Subject, k: int, profile: DraftProfile) -> Pieces[None]
         return
     ids = [(11 * i + 5) % subject.vocabulary for i in range(PROMPT_ROWS)]
     costs = yield from measure_costs(subject, ids, k, REPEATS)
-    rounds = [a + b for a, b in zip(costs.verify, (0.0, *costs.draft), strict=True)]
-    cells = {(bucket, depth): seconds for bucket, depth, seconds in profile.costs.cells()}
-    profile.costs = RoundCosts(rounds, cells)
+    profile.costs.probe([a + b for a, b in zip(costs.verify, (0.0, *costs.draft), strict=True)])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import mlx.core as mx
 
 from ....mtp.caches.batch_caches import can_batch
+from ....mtp.drafting.round_policy import RoundPolicy
 from ....mtp.families.table import family_of
 from ....mtp.sampler import Sampler
 from ....mtp.schedule import Schedule
@@ -97,14 +98,15 @@ class TextEngine:
         self._tower = loaded.tower
         self.images = loaded.images
         """"read", or the reason why it reads no images."""
-        self.drafting = DraftControl(head, family, vocabulary, options, profile)
+        policy = RoundPolicy(profile.costs)
+        self.drafting = DraftControl(head, family, vocabulary, options, profile, policy)
         self._schedule = Schedule(
             options.prefill_chunk,
             codec.turn_ends if options.prefix_cache_bytes else frozenset(),
             stage.rope_positions.joins_images,
         )
         caches = stage.make_caches()
-        self.lookup = LookupControl(options, stage.model, caches, is_whole=link is None)
+        self.lookup = LookupControl(options, stage.model, caches, policy, is_whole=link is None)
         # Many rows of one request are one call of products and attention, padding included.
         one_call = {row_groups.NAME, row_groups.SINGLE, own_keys.NAME}
         is_grouped = not one_call.isdisjoint(self._kernels)
@@ -280,7 +282,7 @@ class TextEngine:
             sampler,
             text,
             drafts=DraftProgress(
-                self.drafting.depth(parameters),
+                self.drafting.demand(parameters),
                 self.lookup.lookup(parameters),
                 overlap.async_draft_eval,
             ),

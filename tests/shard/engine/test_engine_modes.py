@@ -1,17 +1,20 @@
 """The engine's modes on the small model: adaptive depth, log-probabilities."""
 
+# pyright: reportPrivateUsage=false
+
 import functools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
-from engines import Answer, answer, engine_of, load_quietly, request
+from engines import Answer, Stretches, answer, engine_of, load_quietly, request
 from long_runs import watched_heads
 from small import PROMPT, small_engine, small_spec
 
-from exo_node.mtp.drafting.costs import RoundCosts
-from exo_node.mtp.drafting.depth import Prior
+from exo_node.mtp.drafting.acceptance import Prior
+from exo_node.mtp.drafting.costs import CostTable
 from exo_node.shard.engine.answers.draft_profile import (
     DraftProfile,
     DraftProfileKey,
@@ -38,7 +41,7 @@ def with_costs(*probed: float, counts: float = 0.0, accepted: float = 0.0) -> Te
     nothing else."""
     stage_spec = small_spec(native_mtp=True)
     loaded = load_quietly(stage_spec)
-    profile = DraftProfile(KEY, None, lambda: 0.0, RoundCosts(probed))
+    profile = DraftProfile(KEY, None, lambda: 0.0, CostTable(probed))
     if counts:
         profile.prior = Prior([counts] * 3, [accepted] * 3)
     options = EngineOptions.of(stage_spec)
@@ -93,7 +96,9 @@ def test_a_fixed_depth_is_kept_whatever_it_costs() -> None:
 
 def test_the_head_loses_nothing_while_drafting_is_parked() -> None:
     """Rows that plain decoding commits reach the head's cache before it drafts again."""
-    engine = with_costs(1, 9, 9, 9, counts=90, accepted=1)
+    engine = with_costs(1, 9, 9, 9)
+    executor: Any = engine._engine.executor
+    executor.policy = Stretches(1, 2, 16)
     engine_request = request(PROMPT, 1, 150, adaptive_draft=True, ignore_eos=True)
     with watched_heads() as heads:
         got = answer(engine, engine_request)

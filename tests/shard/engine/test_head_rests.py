@@ -15,7 +15,8 @@ from mlx_lm.models.cache import KVCache
 from readers import Reader, alone, loaded, prompt
 from small import small_spec
 
-from exo_node.mtp.drafting.batch_depth import BatchDepth, DraftDemand
+from exo_node.mtp.drafting.acceptance import Acceptance, Prior
+from exo_node.mtp.drafting.round_policy import DraftDemand, Offer, RoundPolicy
 from exo_node.mtp.seams import Want
 from exo_node.mtp.targets import FamilyTarget
 from exo_node.shard.engine import executor, prefill_forward
@@ -268,12 +269,13 @@ def test_a_batch_may_change_before_its_head_has_read_anything(bench: Bench) -> N
 
 def test_a_head_that_rests_is_not_woken_for_a_moment() -> None:
     """If more answers are in progress than drafts pay for, and some of them soon join."""
-    depth, many, few = BatchDepth(), [DraftDemand(1, [0.9])] * 8, [DraftDemand(1, [0.9])] * 2
-    for wishes, row in ((many, 9.0), (few, 0.1)):
+    demand = DraftDemand(1, acceptance=Acceptance(1, Prior([90.0], [81.0])))
+    policy, many, few = RoundPolicy(), [Offer(demand, 1)] * 8, [Offer(demand, 1)] * 2
+    for offers, row in ((many, 9.0), (few, 0.1)):
         for _ in range(20):
-            k = depth.choose(wishes)
-            depth.learn(len(wishes), k, 1 + row * k)
-    assert depth.is_resting(8) and not depth.is_resting(2)
-    assert depth.choose(few, unread=500, running=8) == 0
-    assert depth.choose(few, unread=500, running=2) == 1
-    assert depth.choose(few, unread=0, running=8) == 1
+            k = policy.choose(offers).k
+            policy.learn(len(offers), 0, k, k, 1 + row * k)
+    assert policy.is_resting(8) and not policy.is_resting(2)
+    assert policy.choose(few, unread=500, running=8).k == 0
+    assert policy.choose(few, unread=500, running=2).k == 1
+    assert policy.choose(few, unread=0, running=8).k == 1

@@ -20,7 +20,7 @@ from readers import GREEDY, Reader, both_ways, engine, prompt, together
 from shims import perturb
 from small import LAYERS, small_engine, small_spec
 
-from exo_node.mtp.drafting.depth import AdaptiveDepth
+from exo_node.mtp.drafting.acceptance import Acceptance
 from exo_node.mtp.drafting.lookup import NO_MATCH, Match, SuffixIndex
 from exo_node.mtp.types import Round, Sampling
 from exo_node.shard.engine.answers.draft_profile import DraftProfile, DraftProfileKey
@@ -244,13 +244,13 @@ def test_stats_tell_copies_from_the_heads_drafts(
 
 def test_copies_teach_the_head_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the head would draft more, or less, than its own drafts deserve."""
-    taught, record = list[int](), AdaptiveDepth.record
+    taught, add = list[int](), Acceptance.add
 
-    def watched(self: AdaptiveDepth, drafted: int, accepted: int) -> None:
+    def watched(self: Acceptance, drafted: int, accepted: int) -> None:
         taught.append(drafted)
-        record(self, drafted, accepted)
+        add(self, drafted, accepted)
 
-    monkeypatch.setattr(AdaptiveDepth, "record", watched)
+    monkeypatch.setattr(Acceptance, "add", watched)
     others = [
         Reader(prose(4, 2, adaptive_draft=True, max_tokens=2 * TOKENS)),
         Reader(prose(5, 2, max_tokens=2 * TOKENS)),
@@ -329,13 +329,13 @@ def test_widths_of_batches_are_measured_once(tmp_path: Path) -> None:
         (3, 15),
         (4, 15),
     }
-    assert served.lookup.policy.copies and served.lookup.shared_reason == ""
+    assert served.lookup.policy.shared_lengths and served.lookup.shared_reason == ""
     profile.shared_copies = measured.model_copy(update={"exact": ()})
     profile.save(at_once=True)
     second = small_engine(prompt_lookup=True, context_length=512)
     second.measurements.profile = DraftProfile.open(str(tmp_path), PROFILE, Clock())
     second.measurements.measure()
-    assert not second.lookup.policy.copies
+    assert not second.lookup.policy.shared_lengths
 
 
 def by_copied_batch(x: mx.array, rows: int) -> float:
@@ -363,7 +363,7 @@ def test_where_batches_are_inexact_requests_copy_alone_and_say_why() -> None:
     served = small_engine(prompt_lookup=True, context_length=512)
     assert perturb(served._stage.model, by_batch) > 0
     served.measurements.measure()
-    assert not served.lookup.policy.copies
+    assert not served.lookup.policy.shared_lengths
     readers = [Reader(request(prompt(i), 0, 12, prompt_lookup=True)) for i in range(2)]
     together(served, readers)
     for reader in readers:

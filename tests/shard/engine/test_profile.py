@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from clocks import Clock
 
-from exo_node.mtp.drafting.costs import RoundCosts
+from exo_node.mtp.drafting.costs import CostTable, Form
 from exo_node.shard.engine.answers.draft_profile import SAVE_EVERY_S, DraftProfile, DraftProfileKey
 
 KEY = DraftProfileKey("chip", "f" * 64, "bfloat16", "0.32.4", 0)
@@ -18,7 +18,7 @@ KEY = DraftProfileKey("chip", "f" * 64, "bfloat16", "0.32.4", 0)
 
 def learned(folder: Path, clock: Clock) -> DraftProfile:
     profile = DraftProfile.open(str(folder), KEY, clock)
-    profile.costs = RoundCosts([1.0, 1.5], {(2, 1): [0.25, 0.5, 0.75]})
+    profile.costs = CostTable([1.0, 1.5], {(2, 1): [0.25, 0.5, 0.75]})
     profile.prior.add(2, 1)
     profile.save()
     return profile
@@ -100,7 +100,7 @@ def test_a_folder_that_cannot_be_written_is_said_and_nothing_else(
 def test_seconds_that_no_round_can_take_are_dropped(tmp_path: Path, seconds: float) -> None:
     """A round in which the process was stopped takes that long."""
     profile = learned(tmp_path, clock := Clock())
-    profile.costs.add(100, 2, seconds)
+    profile.costs.add(Form.of(1, 100, 2, 2), seconds)
     clock.now += SAVE_EVERY_S
     profile.save()
     again = DraftProfile.open(str(tmp_path), KEY, Clock())
@@ -111,7 +111,7 @@ def test_what_a_profile_cannot_hold_is_said_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     profile = learned(tmp_path, clock := Clock())
-    profile.costs = RoundCosts([4000.0])
+    profile.costs = CostTable([4000.0])
     clock.now += SAVE_EVERY_S
     with caplog.at_level(logging.WARNING):
         profile.save()

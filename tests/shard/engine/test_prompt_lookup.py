@@ -101,7 +101,7 @@ def test_lengths_are_measured_once(tmp_path: Path) -> None:
     second = small_engine(prompt_lookup=True, context_length=512)
     result_of(second.lookup.probe(second.measurements.subject, again))
     lookup = second.lookup.lookup(parameters())
-    assert lookup is not None and lookup.policy.longest == 3
+    assert lookup is not None and lookup.evidence.longest == 3
 
 
 @pytest.mark.smoke

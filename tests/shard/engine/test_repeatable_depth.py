@@ -12,8 +12,8 @@ from forced_copies import FixedLength, force
 from readers import GREEDY, SEEDED, prompt
 from small import small_spec
 
-from exo_node.mtp.drafting.costs import RoundCosts
-from exo_node.mtp.drafting.depth import Prior
+from exo_node.mtp.drafting.acceptance import Prior
+from exo_node.mtp.drafting.costs import CostTable
 from exo_node.shard.engine.answers.draft_profile import DraftProfile, DraftProfileKey
 from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.measuring import NOT_MEASURED
@@ -23,7 +23,7 @@ from exo_node.shard.model.load import Loaded
 
 KEY = DraftProfileKey("a test", "", "float32", "", 0)
 COSTS = (1.0, 1.1, 1.2, 1.3)
-TOKENS = 64
+TOKENS = 200
 SPEC = small_spec(native_mtp=True, prompt_lookup=True, context_length=1000)
 
 
@@ -47,7 +47,7 @@ class OnChip:
 
     def engine(self, seed: int) -> TextEngine:
         """An engine on a profile of the same measurements."""
-        profile = replace(self.measured, costs=RoundCosts(COSTS), prior=Prior())
+        profile = replace(self.measured, costs=CostTable(COSTS), prior=Prior())
         served = engine_with(self.loaded, profile, JumpingClock(seed))
         served.measurements.measure()
         return served
@@ -63,7 +63,7 @@ def metal() -> Iterator[OnChip]:
 
 
 def new_profile(*probed: float) -> DraftProfile:
-    return DraftProfile(KEY, None, lambda: 0.0, RoundCosts(probed or COSTS))
+    return DraftProfile(KEY, None, lambda: 0.0, CostTable(probed or COSTS))
 
 
 def engine_with(loaded: Loaded, profile: DraftProfile, clock: Callable[[], float]) -> TextEngine:
@@ -107,7 +107,7 @@ def test_the_measurements_learn_from_it_nevertheless(metal: OnChip) -> None:
 @pytest.mark.smoke
 def test_nothing_is_drafted_before_costs_were_measured(metal: OnChip) -> None:
     served = metal.engine(0)
-    served.measurements.profile.costs = RoundCosts()
+    served.measurements.profile.costs = CostTable()
     assert served.drafting.refusal == NOT_MEASURED
     granted = served.drafting.grant(asked())
     assert (granted.k, granted.drafting.drafting_reason) == (0, NOT_MEASURED)

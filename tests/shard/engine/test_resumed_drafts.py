@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from engines import STORY, answer, engine_of, load_quietly, request
+from engines import STORY, Stretches, answer, engine_of, load_quietly, request
 from shims import by_rows, perturb
 from small import small_spec
 
-from exo_node.mtp.drafting.depth import FixedDepth, Plan
 from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.request import Parameters
 from exo_node.shard.model.load import Loaded
@@ -33,20 +32,13 @@ def _loaded() -> Loaded:
     return loaded
 
 
-class Stretches(FixedDepth):
-    """Drafts two tokens a round, or none for a while, as the position says."""
-
-    def plan(self, position: int) -> Plan:
-        inside = position % 16
-        return Plan(2, 1) if inside < 8 else Plan(0, 16 - inside)
-
-
 def runner(*, at_times: bool = False) -> TextEngine:
     """One that holds nothing of any request."""
     form = {"prefill_chunk": CHUNK, "prefix_cache_bytes": 1 << 24}
     text_engine = engine_of(_loaded(), small_spec(native_mtp=True, **form))
     if at_times:
-        text_engine.drafting.depth = lambda request: Stretches(request.k)
+        executor: Any = text_engine._engine.executor  # pyright: ignore[reportPrivateUsage]
+        executor.policy = Stretches(2, 8, 16)
     return text_engine
 
 

@@ -18,8 +18,9 @@ from tables import EndAt
 from tiny import VOCABULARY, taped_qwen
 
 from exo_node.mtp.caches.rollback import with_tapes
-from exo_node.mtp.drafting.costs import RoundCosts
-from exo_node.mtp.drafting.depth import AdaptiveDepth, Prior
+from exo_node.mtp.drafting.acceptance import Acceptance, Prior
+from exo_node.mtp.drafting.costs import CostTable
+from exo_node.mtp.drafting.round_policy import DraftDemand, RoundPolicy
 from exo_node.mtp.families.family import Family
 from exo_node.mtp.families.table import family_of
 from exo_node.mtp.sampler import Sampler
@@ -234,8 +235,9 @@ def test_a_head_that_breaks_is_parked_and_the_answer_continues() -> None:
 
 def test_depths_change_from_round_to_round() -> None:
     """Looks at other depths, and plain tokens between drafts."""
-    depth = AdaptiveDepth(3, 1, Prior(), RoundCosts([1.0, 1.1, 1.2, 1.3]))
-    result = tell(3, drafts=DraftProgress(depth))
+    costs = CostTable([1.0, 1.1, 1.2, 1.3])
+    own, acceptance = RoundPolicy(costs, follows_clock=False), Acceptance(3, Prior())
+    result = tell(3, drafts=DraftProgress(DraftDemand(3, "", acceptance, 1, own)))
     assert result.ids == plain()
     assert len({r.drafted for r in result.rounds}) > 1
 
