@@ -116,7 +116,7 @@ CHIPS: Final = {chip.name: chip for chip in (M1, M3, M3_MAX, M5)}
 
 @contextmanager
 def on_chip(chip: Chip, deviation: float = COARSE) -> Generator[None]:
-    """MLX computes as on `chip` until the end."""
+    """MLX computes as on `chip` until the end; models that another chip's block loaded do not."""
     places: dict[tuple[Any, str], Callable[..., Any]] = {
         (mx.array, "__matmul__"): mx.array.__matmul__,
         (mx, "addmm"): mx.addmm,
@@ -127,15 +127,26 @@ def on_chip(chip: Chip, deviation: float = COARSE) -> Generator[None]:
         (row_groups, "may_depend_on_rows"): row_groups.may_depend_on_rows,
         (row_groups, "seconds_of"): row_groups.seconds_of,
     }
+    outer = _own_keys()
+    _set_attention({module: stock for module in outer})
     replace(chip, deviation)
     try:
         yield
     finally:
         for (owner, name), function in places.items():
             setattr(owner, name, function)
-        for module in list(sys.modules.values()):
-            if isinstance(vars(module).get(stock.__name__), OwnKeys):
-                setattr(module, stock.__name__, stock)
+        _set_attention({module: stock for module in _own_keys()} | outer)
+
+
+def _own_keys() -> dict[Any, Any]:
+    """The modules whose attention computes each row over its own keys."""
+    attention = {module: vars(module).get(stock.__name__) for module in [*sys.modules.values()]}
+    return {module: each for module, each in attention.items() if isinstance(each, OwnKeys)}
+
+
+def _set_attention(functions: dict[Any, Any]) -> None:
+    for module, function in functions.items():
+        setattr(module, stock.__name__, function)
 
 
 def replace(chip: Chip, deviation: float) -> None:

@@ -6,7 +6,7 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
 
 import mlx.core as mx
@@ -65,13 +65,24 @@ def mlx_lms(model: nn.Module, tokens: int = TOKENS) -> list[int]:
     return [int(cast(Any, token)) for token, _ in steps]
 
 
-def on_one_node(model: nn.Module, chunk: int = CHUNK, tokens: int = TOKENS) -> list[int]:
+def on_one_node(
+    model: nn.Module, chunk: int = CHUNK, tokens: int = TOKENS, prompt: Sequence[int] = PROMPT
+) -> list[int]:
+    """The ids of one request."""
+    [ids] = together_on_one_node(model, [prompt], chunk, tokens)
+    return ids
+
+
+def together_on_one_node(
+    model: nn.Module, prompts: Sequence[Sequence[int]], chunk: int, tokens: int
+) -> list[list[int]]:
+    """The ids of requests that share forwards."""
     family = family_of(model)
     target = WholeTarget(model) if family is None else FamilyTarget(family)
     stage = StageModel(model, 0, len(cast(Any, model).layers))
-    request = bare_request(PROMPT, tokens, chunk)
-    (rounds,) = rounds_of(bare_engine(target, stage.make_caches), [request])
-    return list(ids_of(rounds))
+    requests = [bare_request(each, tokens, chunk) for each in prompts]
+    rounds = rounds_of(bare_engine(target, stage.make_caches), requests)
+    return [list(ids_of(each)) for each in rounds]
 
 
 def as_two_stages(
@@ -80,6 +91,7 @@ def as_two_stages(
     at: int,
     chunk: int = CHUNK,
     tokens: int = TOKENS,
+    prompt: Sequence[int] = PROMPT,
 ) -> list[int]:
     """Frames are cut, checked and joined as between two machines."""
     layers = len(cast(Any, model).layers)
@@ -91,5 +103,5 @@ def as_two_stages(
     prefixes = PrefixStore(0, first.make_caches)
     executor = PipelineExecutor(first, link, options, prefixes, frozenset(), lambda: 0.0)
     engine = Engine(executor, Scheduler(4096, chunk, stages=2), lambda: 0.0)
-    (rounds,) = rounds_of(engine, [bare_request(PROMPT, tokens, chunk, name="r")])
+    (rounds,) = rounds_of(engine, [bare_request(prompt, tokens, chunk, name="r")])
     return list(ids_of(rounds))

@@ -1,8 +1,8 @@
-"""On chips whose products depend on the number of rows no draft, copy or neighbour changes a token.
+"""On chips whose products and attention depend on the number of rows and keys, no draft, copy or
+neighbour changes a token.
 
 The engine and the model are real, and each chip's products and attention are stand-ins for Metal's
-(`chips.py`). Contexts are short: there attention has one kernel for any number of rows that is
-fused.
+(`chips.py`). Contexts are short, or cross a border from which attention has another kernel.
 """
 
 # mlx is typed in part only.
@@ -10,46 +10,55 @@ fused.
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from chips import M1, M3_MAX, M5, Chip, on_chip
-from engines import Answer, answer, engine_of, load_quietly, request
+from engines import Answer, answer, changed, engine_of, load_quietly, request
 from forced_copies import FixedLength, force
 from mlx import nn
 from readers import GREEDY, SEEDED, Reader, prompt, together
 from small import small_spec
-from zoo import tiny_config
-from zoo_runs import small
+from zoo import VOCABULARY, tiny_config
+from zoo_runs import as_two_stages, on_one_node, small, together_on_one_node
 
 from exo_node.mtp.families.table import family_of
 from exo_node.mtp.pieces import result_of
 from exo_node.mtp.probe import Subject, greedy_identity
 from exo_node.mtp.targets import FamilyTarget, WholeTarget
 from exo_node.shard.engine.answers.text_engine import TextEngine
-from exo_node.shard.kernels import row_groups, row_sets
+from exo_node.shard.kernels import install, row_groups, row_sets
 from exo_node.shard.kernels.install import used
 from exo_node.shard.kernels.row_groups import group_rows
+from exo_node.shard.kernels.trial import KernelChoice
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_model import StageModel
 
 CONTEXT = 1000
 """Below the first border of attention, 1,024 keys."""
 TOKENS = 40
+ACROSS = [(M3_MAX, "float32", 1012), (M5, "4 bits", 4084)]
+"""Rows of prompts whose answers cross a border of attention: 1,024 and, of base chips, 4,096."""
 PLACES = [
-    (M1, "4 bits"),
-    (M1, "bfloat16"),
-    (M3_MAX, "float32"),
-    (M3_MAX, "bfloat16"),
-    (M3_MAX, "4 bits"),
-    (M5, "4 bits"),
+    (M1, "4 bits", 0),
+    (M1, "bfloat16", 0),
+    (M3_MAX, "float32", 0),
+    (M3_MAX, "bfloat16", 0),
+    (M3_MAX, "4 bits", 0),
+    (M5, "4 bits", 0),
 ]
 """The products of M3 are those of M3 Max. On M1 one row and more agree in 4 bits, but for layers of
 64 inputs. In 16 bits its rows are computed one by one."""
-NAMES = [f"{chip.name}, {precision}" for chip, precision in PLACES]
+
+
+def _name(place: tuple[Chip, str, int]) -> str:
+    chip, precision, rows = place
+    return f"{chip.name}, {precision}{f', {rows} rows' if rows else ''}"
+
+
 SAMPLINGS = {"greedy": GREEDY, "seeded": SEEDED}
 
 
@@ -57,19 +66,33 @@ SAMPLINGS = {"greedy": GREEDY, "seeded": SEEDED}
 class OnChip:
     chip: Chip
     precision: str
+    rows: int
+    """About how many rows prompts have, or 0: few."""
     loaded: Loaded
+    answers: dict[str, Answer] = field(default_factory=dict[str, Answer])
 
     def engine(self, **changes: Any) -> TextEngine:
-        return engine_of(self.loaded, spec_of(self.precision, **changes))
+        return engine_of(self.loaded, spec_of(self.precision, self.rows, **changes))
+
+    def prompt(self, number: int) -> list[int]:
+        """Of requests that are read together, no two have as many rows."""
+        end = prompt(number)
+        more = self.rows - 3 * number - len(end)
+        return [*prompt(number, more), *end] if self.rows else end
 
     def alone(self, prompt: Sequence[int], **changes: Any) -> Answer:
         """The answer to one request without drafts."""
-        return answer(self.engine(batching=False), asked(prompt, **changes))
+        key = repr((prompt, changes))
+        if key not in self.answers:
+            request = asked(prompt, **changes)
+            self.answers[key] = answer(self.engine(batching=False), request)
+        return self.answers[key]
 
 
-def spec_of(precision: str, **changes: Any) -> Any:
+def spec_of(precision: str, rows: int = 0, **changes: Any) -> Any:
     dtype = "float32" if precision == "float32" else "bfloat16"
-    fields = {"native_mtp": True, "context_length": CONTEXT, "dtype": dtype}
+    context = 8 * (rows + 2 * TOKENS) if rows else CONTEXT  # shared by the requests of a batch
+    fields = {"native_mtp": True, "context_length": context, "dtype": dtype}
     return small_spec(**(fields | changes))
 
 
@@ -87,25 +110,48 @@ def load_on(precision: str) -> Loaded:
         loaded = load_quietly(spec_of(precision))
     nn.quantize(loaded.model.model, group_size=32, bits=4)
     mx.eval(loaded.model.model.parameters())
-    groups = group_rows(loaded.model.own_modules(outer=True), mx.bfloat16, perf_counter)
-    return replace(loaded, kernels=groups)
+    return replace(loaded, kernels=remedies(loaded.model, mx.bfloat16))
 
 
-@pytest.fixture(scope="module", params=PLACES, ids=NAMES)
+def remedies(stage: StageModel, dtype: mx.Dtype) -> tuple[KernelChoice, ...]:
+    """What `install` puts into the model on Metal; its products and its attention."""
+    modules = stage.own_modules(outer=True)
+
+    def two_rows() -> mx.array:
+        return stage.hidden(mx.zeros((1, 2), mx.int32), None, stage.make_caches())
+
+    return install.group_keys(modules, two_rows) + group_rows(modules, dtype, perf_counter)
+
+
+@pytest.fixture(scope="module", params=PLACES + ACROSS, ids=_name)
 def served(request: pytest.FixtureRequest) -> Iterator[OnChip]:
-    chip, precision = request.param
+    chip, precision, rows = request.param
     with on_chip(chip), pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_sets, "VALUES", 64)  # a coarse deviation shows in each
-        yield OnChip(chip, precision, load_on(precision))
+        yield OnChip(chip, precision, rows, load_on(precision))
 
 
-@pytest.fixture(params=PLACES, ids=NAMES)
+@pytest.fixture(params=PLACES, ids=_name)
 def ungrouped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnChip]:
     """The same without groups."""
-    chip, precision = request.param
+    chip, precision, rows = request.param
     with on_chip(chip):
         monkeypatch.setattr(row_groups, "may_depend_on_rows", lambda: False)
-        yield OnChip(chip, precision, load_on(precision))
+        yield OnChip(chip, precision, rows, load_on(precision))
+
+
+def _no_choice(*_: object) -> tuple[KernelChoice, ...]:
+    return ()
+
+
+@pytest.fixture(params=ACROSS, ids=_name)
+def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnChip]:
+    """The same with groups, and with the attention of MLX for whole blocks."""
+    chip, precision, rows = request.param
+    with on_chip(chip):
+        monkeypatch.setattr(row_sets, "VALUES", 64)
+        monkeypatch.setattr(install, "group_keys", _no_choice)
+        yield OnChip(chip, precision, rows, load_on(precision))
 
 
 def test_both_identities_are_bitwise_and_drafts_may_be_copied(served: OnChip) -> None:
@@ -122,10 +168,17 @@ def test_without_groups_they_are_not(ungrouped: OnChip) -> None:
     assert re.search(r"\(4 rows after 24 first differ in: product of 64 to ", engine.lookup.refusal)
 
 
+def test_with_attention_at_once_they_are_not(at_once: OnChip) -> None:
+    engine = at_once.engine(prompt_lookup=True)
+    engine.measurements.measure()
+    assert engine.measurements.identity == engine.measurements.batch_identity == "near_tie"
+    assert re.search(r"first differ in: \w*[Aa]ttention", engine.lookup.refusal)
+
+
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_drafts_change_no_token(served: OnChip, sampling: str) -> None:
     for number in range(2):
-        rows, how = prompt(number), SAMPLINGS[sampling]
+        rows, how = served.prompt(number), SAMPLINGS[sampling]
         plain = served.alone(rows, sampling=how)
         for k in (1, 2, 3):
             drafted = answer(served.engine(), asked(rows, k, sampling=how))
@@ -142,29 +195,39 @@ def test_without_groups_drafts_and_neighbours_change_tokens(ungrouped: OnChip) -
 
 @pytest.mark.parametrize("k", [0, 3])
 def test_neighbours_change_no_token(served: OnChip, k: int) -> None:
-    plain = [served.alone(prompt(i), sampling=_sampling(i)).ids for i in range(8)]
-    assert not any(_differs_in_batch(served, plain, k))
+    count = 3 if served.rows > CONTEXT + 1000 else 8
+    plain = [served.alone(served.prompt(i), sampling=_sampling(i)).ids for i in range(count)]
+    assert not any(_differs_in_batch(served, plain, k, sampled=True))
 
 
 def _sampling(number: int) -> Any:
     return SEEDED if number % 3 == 2 else GREEDY
 
 
-def _differs_in_batch(served: OnChip, plain: Sequence[Sequence[int]], k: int) -> list[bool]:
-    """Whether requests that begin one after the other, and leave, differ from `plain`."""
-    sampled = len(plain) == 8
+def _differs_in_batch(
+    served: OnChip, plain: Sequence[Sequence[int]], k: int, *, sampled: bool = False
+) -> list[bool]:
+    """Whether requests that begin one after the other, and leave, differ from `plain`.
+
+    Long prompts were read before, so that they find their state and not each other's end.
+    """
     readers = [
         Reader(
-            asked(prompt(i), k, sampling=_sampling(i) if sampled else GREEDY),
+            asked(served.prompt(i), k, sampling=_sampling(i) if sampled else GREEDY),
             begins=2 * i,
             ends=21 if i == 5 else None,
         )
         for i in range(len(plain))
     ]
-    engine = served.engine()
+    engine = served.engine(prefix_cache_bytes=1 << 28 if served.rows else 0)
     engine.measurements.batch_identity = "bitwise"  # prompts are read together if they may be
+    if served.rows:
+        for reader in readers:
+            _ = answer(engine, changed(reader.request, name="", max_tokens=1))
     together(engine, readers)
-    assert all(r.end is None or r.end.stats.batched_tokens for r in readers)
+    assert all(not served.rows or r.end is None or r.end.stats.cached_tokens for r in readers)
+    batched = [r.end.stats.batched_tokens for r in readers if r.end is not None]
+    assert all(batched), batched
     return [tuple(r.ids) != tuple(plain[i])[: len(r.ids)] for i, r in enumerate(readers)]
 
 
@@ -180,8 +243,8 @@ def test_prompts_of_unlike_lengths_are_not_read_together(served: OnChip) -> None
 
 
 def test_copies_change_no_token(served: OnChip) -> None:
-    body = served.alone(prompt(1)).ids
-    rows = [*prompt(1), *body, *prompt(1)]
+    body, end = served.alone(served.prompt(1)).ids, prompt(1)
+    rows = [*served.prompt(1), *body, *end][-served.rows :]
     plain = served.alone(rows)
     for length in (3, 7):
         engine = served.engine(prompt_lookup=True)
@@ -192,11 +255,11 @@ def test_copies_change_no_token(served: OnChip) -> None:
 
 @pytest.mark.parametrize("k", [0, 2])
 def test_a_resumed_answer_goes_on_with_the_same_tokens(served: OnChip, k: int) -> None:
-    plain = served.alone(prompt(0))
-    rounds = answer(served.engine(), asked(prompt(0), k)).rounds
+    plain = served.alone(served.prompt(0))
+    rounds = answer(served.engine(), asked(served.prompt(0), k)).rounds
     for cut in (1, len(rounds) // 2, len(rounds) - 1):
         log = rounds[:cut]
-        rest = answer(served.engine(), asked(prompt(0), k, attempt=2, replay=log))
+        rest = answer(served.engine(), asked(served.prompt(0), k, attempt=2, replay=log))
         assert (*(t for r in log for t in r.tokens), *rest.ids) == plain.ids
 
 
@@ -232,3 +295,53 @@ def identity_of(name: str, *, grouped: bool) -> str:
         target = WholeTarget(model) if family is None else FamilyTarget(family)
         subject = Subject(target, stage.make_caches, 160, CONTEXT, lambda: 0.0)
         return result_of(greedy_identity(subject, 3))
+
+
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "4 heads of 2": ("llama", {"num_attention_heads": 4, "num_key_value_heads": 2}),
+    "4 heads of 1": ("llama", {"num_attention_heads": 4, "num_key_value_heads": 1}),
+    "6 heads of 1": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 1}),
+    "8 heads of 1": ("llama", {"num_attention_heads": 8, "num_key_value_heads": 1}),
+    "a window": ("gemma3_text", {"sliding_window": 1024}),
+    "experts": ("qwen3_moe", {}),
+    "mxfp4": ("llama", {}),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_batches_stages_and_blocks_change_nothing_across_a_border(name: str) -> None:
+    kind, changes = SHAPES[name]
+    config = {**tiny_config(kind), **changes}
+    prompts = [prompt_of(rows) for rows in (1013, 1018, 1010)]
+    with on_chip(M3_MAX), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_sets, "VALUES", 64)
+        model: Any = small(config)
+        if name == "mxfp4":
+            nn.quantize(model, group_size=32, bits=4, mode="mxfp4")
+        stage = StageModel(model, 0, len(model.layers))
+        with pytest.MonkeyPatch.context() as without:
+            without.setattr(install, "group_keys", _no_choice)
+            _ = remedies(stage, mx.float32)
+        assert not _block_is_steps(stage)  # attention at once
+        _ = remedies(stage, mx.float32)
+        assert _block_is_steps(stage)
+        alone = [on_one_node(model, 253, 16, rows) for rows in prompts]
+        assert together_on_one_node(model, prompts, 253, 16) == alone
+        # Its last chunk is one row, as which one node computes the last of any prompt.
+        assert as_two_stages(model, config, 2, 253, 16, prompts[0]) == alone[0]
+
+
+def prompt_of(rows: int) -> list[int]:
+    return [(37 * rows + 11 * i) % (VOCABULARY - 1) + 1 for i in range(rows)]
+
+
+def _block_is_steps(stage: StageModel) -> bool:
+    """Whether four rows have the bits of single steps; the third of them reads 1,024 keys."""
+    tokens = mx.array([prompt_of(1025)])
+    blocks, steps = stage.make_caches(), stage.make_caches()
+    for start in range(0, 1021, 256):
+        for caches in (blocks, steps):
+            mx.eval(stage.hidden(tokens[:, start : min(start + 256, 1021)], None, caches))
+    block = stage.hidden(tokens[:, 1021:], None, blocks)
+    each = [stage.hidden(tokens[:, i : i + 1], None, steps) for i in range(1021, 1025)]
+    return bool(mx.array_equal(block, mx.concatenate(each, axis=1)).item())
