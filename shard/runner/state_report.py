@@ -142,6 +142,9 @@ class StateReport:
             keep_compiled()
         elif self.fusing is not None:  # not at once: first comes the answer that the load is for
             self.fusing.step()
+            if self.fusing.has_ended:
+                self.fusing = None
+                keep_compiled()  # a later one may find a forward under way
         _ = watch.save_prefix()
         if isinstance(watch, TextEngine):
             watch.read_answer()
