@@ -44,6 +44,7 @@ class WatchedClient(ControlClient):
         facts: Callable[[], pb.NodeFacts],
         ending: NodeExit,
         timing: Timing,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`facts` describes this node, whose process has that `boot_id`."""
         super().__init__(channels, timing)
@@ -52,6 +53,7 @@ class WatchedClient(ControlClient):
         self._facts = facts
         self._ending = ending
         self._fresh_s = timing.silence_s
+        self._clock = clock
         self._processes: dict[NodeId, _Process] = {}
         self._copies: dict[tuple[NodeId, int], float] = {}
         """When the refusal of each copy, by node and boot id, expires."""
@@ -70,7 +72,7 @@ class WatchedClient(ControlClient):
             self._check_own(beat)
             return
         address = f"{beat.sender.host}:{beat.sender.port}"
-        now, earlier = time.monotonic(), self._processes.get(node)
+        now, earlier = self._clock(), self._processes.get(node)
         if beat.leaving:
             if earlier is not None and earlier.boot_id == beat.boot_id:
                 del self._processes[node]
@@ -131,7 +133,7 @@ class WatchedClient(ControlClient):
         finally:
             self._probing.discard(node)
         if answer == earlier.boot_id:
-            now = time.monotonic()
+            now = self._clock()
             self._copies = {pair: end for pair, end in self._copies.items() if end > now}
             self._copies[node, boot_id] = now + self._fresh_s
         elif self._processes.get(node) == earlier or answer is None:
