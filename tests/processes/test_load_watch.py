@@ -28,7 +28,7 @@ import threading
 import exo_node.shard.model.loader_import
 import exo_node.shard.model.load as load
 
-def hang(spec, report):
+def hang(spec, report, **_):
     report(load.pb.LoadProgress(step="reading"))
     threading.Event().wait()
 
@@ -196,14 +196,14 @@ import exo_node.shard.model.load as load
 
 really_load = load.load
 
-def slowly(spec, report):
+def slowly(spec, report, **how):
     end = time.monotonic() + 25
     while time.monotonic() < end:
         begin = time.process_time()
         while time.process_time() < begin + 0.06:
             pass
         time.sleep(0.3)
-    return really_load(spec, report)
+    return really_load(spec, report, **how)
 
 load.load = slowly
 """
