@@ -13,12 +13,9 @@ by cuDNN is off, as in runners.
 
 import argparse
 import importlib
-import os
 import sys
 import time
 from typing import Any, Final
-
-os.environ.setdefault("MLX_CUDA_USE_CUDNN_SDPA", "0")
 
 import mlx.core as mx
 from mlx import nn

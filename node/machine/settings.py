@@ -293,6 +293,5 @@ def runner_environment(environ: Mapping[str, str]) -> Mapping[str, str]:
         "HF_HUB_VERBOSITY": "error",
     }
     # From the M5 on MLX multiplies float32 in TF32: other bits than those of an earlier Mac.
-    # On CUDA cuDNN's attention of one row depends on its buffer, and differs from call to call.
-    name = "MLX_ENABLE_TF32" if sys.platform == "darwin" else "MLX_CUDA_USE_CUDNN_SDPA"
-    return {**inherited, **offline, name: "0"}
+    exact = {"MLX_ENABLE_TF32": "0"} if sys.platform == "darwin" else {}
+    return {**inherited, **offline, **exact}

@@ -16,9 +16,9 @@ from .product import (
     MAX_ROWS,
     JointProducts,
     QuantizedProduct,
-    RowsQuantizedLinear,
     Storage,
     few,
+    is_alone,
     quantised_weights,
     unfit,
 )
@@ -41,8 +41,8 @@ def unfit_mlp(layer: nn.Module) -> str:
     """The reason why `RowsMLP` cannot replace the layer; empty if it can."""
     m: Any = layer
     parts = (m.gate_proj, m.up_proj, m.down_proj)
-    if not all(type(part) is RowsQuantizedLinear for part in parts):
-        return "its products have no kernel"
+    if not all(is_alone(part) for part in parts):
+        return "its products have no kernel, or a bias"
     shapes = {(part.product.storage, part.weight.shape) for part in parts[:2]}
     return "gate and up are stored differently" if len(shapes) > 1 else ""
 
@@ -158,7 +158,7 @@ def _projections_kind(m: Any) -> Hashable | None:
     if not isinstance(m, TapedGatedDelta) or not m.projections:
         return None
     parts = [getattr(m, name) for name in m.projections]
-    if not all(type(part) is RowsQuantizedLinear for part in parts):
+    if not all(is_alone(part) for part in parts):
         return None
     return tuple((part.product.storage, part.weight.shape) for part in parts)
 

@@ -175,7 +175,7 @@ def _try_product(
     x = random_rows((1, FEW, weights.inputs), weights.dtype, 6)
 
     def ours(rows: int, layer: int) -> Sequence[mx.array]:
-        return (kernel(x[:, :rows], layers[layer]),)
+        return (product.with_bias(layers[layer], kernel(x[:, :rows], layers[layer])),)
 
     def stock(rows: int, layer: int) -> Sequence[mx.array]:
         return (product.stock(layers[layer], x[:, :rows]),)

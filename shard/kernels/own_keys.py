@@ -9,6 +9,7 @@ batch.
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Final, cast
 
 import mlx.core as mx
@@ -18,13 +19,14 @@ from mlx_lm.models.cache import KVCache
 
 from ...mtp.caches.batch_caches import BatchKVCache
 from ...mtp.caches.window import MAX_ROLLBACK_ROWS, KeySpan, WindowCache
-from . import row_groups
-from .cuda import available
+from . import cuda, row_groups
 from .key_sets import AttentionKind, RowLimits, agreeing_limits
 from .trial import KernelChoice
 
 NAME: Final = "own_keys"
 _SEAM: Final = stock.__name__
+_CUDNN_SIZE: Final = 128
+"""The largest heads that cuDNN's attention takes."""
 
 
 def group_keys(modules: Sequence[nn.Module], run: Callable[[], object]) -> tuple[KernelChoice, ...]:
@@ -33,7 +35,7 @@ def group_keys(modules: Sequence[nn.Module], run: Callable[[], object]) -> tuple
     `run` builds the graph of a forward of two rows; nothing of it is computed. Returns what was
     found of each kind. Measures nothing on CPUs, where rows agree.
     """
-    if not (row_groups.may_depend_on_rows() or available()):
+    if not row_groups.may_depend_on_rows():
         return ()
     attention = OwnKeys()
     names = _modules_of(modules)
@@ -84,6 +86,8 @@ class OwnKeys:
         sinks: mx.array | None = None,
     ) -> mx.array:
         spans = spans_of(queries, keys, cache, mask)
+        if _is_step(queries, keys, mask):
+            return one_row(queries, keys, values, scale, sinks=sinks)
         if spans is None or self._may_be_whole(queries, keys, values, cache, sinks):
             return stock(queries, keys, values, cache, scale, mask, sinks)
         return row_by_row(queries, keys, values, spans, scale, mask, sinks)
@@ -167,13 +171,13 @@ def row_by_row(
 
     def attend(b: int, i: int, span: KeySpan) -> mx.array:
         one, read = slice(b, b + 1), slice(span.first, span.end)
-        return mx.fast.scaled_dot_product_attention(
+        return one_row(
             queries[one, :, i : i + 1],
             keys[one, :, read],
             values[one, :, read],
-            scale=scale,
-            mask=_mask_of(mask, b, i, span),
-            sinks=sinks,
+            scale,
+            _mask_of(mask, b, i, span),
+            sinks,
         )
 
     requests = [
@@ -181,6 +185,51 @@ def row_by_row(
         for b, rows in enumerate(spans)
     ]
     return requests[0] if len(requests) == 1 else mx.concatenate(requests)
+
+
+def _is_step(queries: mx.array, keys: Any, mask: Any) -> bool:
+    """Whether a call is one request's single step, which sees all of its keys."""
+    return queries.shape[0] == queries.shape[2] == 1 and isinstance(keys, mx.array) and mask is None
+
+
+def one_row(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    mask: mx.array | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Attention of one row of one request, (1, heads, 1, D)."""
+    if mask is None and cuda.available() and queries.shape[3] <= _CUDNN_SIZE:
+        return around_cudnn(queries, keys, values, scale, sinks)
+    return mx.fast.scaled_dot_product_attention(
+        queries, keys, values, scale=scale, mask=mask, sinks=sinks
+    )
+
+
+def around_cudnn(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    sinks: mx.array | None,
+) -> mx.array:
+    """`one_row` by MLX's own kernel on CUDA, with the bits that it has anywhere.
+
+    For one row, cuDNN is chosen by the size of the buffer that the keys are a slice of, and differs
+    from call to call. It is not taken where key heads lie along the batch's axis, nor where the
+    batch is a repeated request, as it is here with sinks, which belong to heads, and one key head.
+    """
+    batch, heads, rows, size = queries.shape
+    key_heads = keys.shape[1]
+    attend = partial(mx.fast.scaled_dot_product_attention, scale=scale)
+    if sinks is None and key_heads > 1:
+        grouped = queries.reshape(key_heads, heads // key_heads, rows, size)
+        out = attend(grouped, keys.swapaxes(0, 1), values.swapaxes(0, 1))
+        return out.reshape(batch, heads, rows, -1)
+    twice = (mx.broadcast_to(each, (2, *each.shape[1:])) for each in (queries, keys, values))
+    return attend(*twice, sinks=sinks)[:1]
 
 
 def _mask_of(mask: Any, b: int, i: int, span: KeySpan) -> mx.array | None:

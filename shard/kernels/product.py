@@ -268,11 +268,11 @@ def unfit(weights: Weights) -> str:
 
 
 def weights_of(layer: nn.Module) -> Weights | None:
-    """The weights of a layer, or None if it is not a product or adds a bias."""
+    """The weights of a layer, or None if it is not a product that a kernel may compute."""
     m: Any = layer
     if type(layer) in (nn.QuantizedLinear, nn.QuantizedEmbedding):
-        return None if m.mode != "affine" or m.get("bias") is not None else quantised_weights(layer)
-    if type(layer) in (nn.Linear, nn.Embedding) and m.get("bias") is None:
+        return quantised_weights(layer) if m.mode == "affine" else None
+    if type(layer) in (nn.Linear, nn.Embedding):
         return Weights(m.weight.shape[0], m.weight.shape[1], m.weight.dtype)
     return None
 
@@ -303,7 +303,7 @@ class JointProducts:
         self._layers = layers
         kernel = getattr(layers[0], "product", None)
         alike = all(
-            isinstance(each, RowsQuantizedLinear)
+            is_alone(each)
             and each.product.storage == cast("RowsQuantizedLinear", layers[0]).product.storage
             for each in layers
         )
@@ -317,9 +317,19 @@ class JointProducts:
 
 def sum_with(layer: Any, x: mx.array, more: mx.array) -> mx.array:
     """more + layer(x), in one launch if the layer has a kernel for it."""
-    if isinstance(layer, RowsQuantizedLinear) and few(layer, x):
+    if is_alone(layer) and few(layer, x):
         return layer.product(x, layer, more)
     return more + layer(x)
+
+
+def is_alone(layer: Any) -> bool:
+    """Whether a layer is a kernel's product and nothing more, which launches of several compute."""
+    return type(layer) is RowsQuantizedLinear and "bias" not in layer
+
+
+def with_bias(layer: Any, y: mx.array) -> mx.array:
+    """A layer's product with its bias, if it has one, added to each row."""
+    return y + layer.bias if "bias" in layer else y
 
 
 def few(layer: Any, x: mx.array) -> bool:
@@ -334,7 +344,7 @@ class RowsLinear(nn.Linear):
     rows_dtype: mx.Dtype
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.product(x, self) if few(self, x) else super().__call__(x)
+        return with_bias(self, self.product(x, self)) if few(self, x) else super().__call__(x)
 
 
 class RowsQuantizedLinear(nn.QuantizedLinear):
@@ -346,9 +356,9 @@ class RowsQuantizedLinear(nn.QuantizedLinear):
 
     def __call__(self, x: mx.array) -> mx.array:
         if few(self, x):
-            return self.product(x, self)
+            return with_bias(self, self.product(x, self))
         if self.unpacking is not None and x.dtype == self.rows_dtype:
-            return self.unpacking(x, self)
+            return with_bias(self, self.unpacking(x, self))
         return super().__call__(x)
 
 

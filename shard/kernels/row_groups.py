@@ -13,9 +13,11 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx import nn
 
+from .cuda import available
 from .row_products import (
     EMBEDDINGS,
     EXPERTS,
+    LINEAR,
     PER_HEAD,
     ProductKind,
     by_heads,
@@ -104,16 +106,23 @@ def _grouped(kind: type[Any]) -> type[Any]:
 
 
 def may_depend_on_rows() -> bool:
-    """Whether MLX chooses the kernels of products by rows here, and our own do not replace them.
+    """Whether MLX chooses the kernels of products by rows here.
 
     On CPUs it does not, and there a measurement would take minutes.
     """
-    return mx.metal.is_available() and mx.default_device() != mx.Device(mx.cpu)
+    return mx.default_device() != mx.Device(mx.cpu)
 
 
 def products_of(modules: Sequence[nn.Module], dtype: mx.Dtype) -> dict[ProductKind, list[Any]]:
-    """The layers of each kind of product. `dtype`: that of hidden states."""
+    """The layers of each kind of product. `dtype`: that of hidden states.
+
+    On CUDA without linear layers: our own kernels compute those that they are quicker for, and of
+    the rest MLX reads all weights for each call, so that rows one by one would cost more than they
+    give. Experts are read for each row anyway.
+    """
     kinds = group_modules(modules, partial(kind_of, dtype=dtype))
+    if available():
+        kinds = {k: v for k, v in kinds.items() if not issubclass(k.layer, LINEAR + EMBEDDINGS)}
     # Embeddings are a product where they serve as the lm_head, in place of a layer of their size.
     linear = {kind.size for kind in kinds if not issubclass(kind.layer, EMBEDDINGS)}
     return {

@@ -7,7 +7,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
@@ -267,9 +267,39 @@ def test_a_shape_without_a_kernel_says_why(weights: product.Weights, says: str) 
     assert says in product.unfit(weights)
 
 
-def test_a_layer_with_a_bias_or_of_another_kind_is_left_alone() -> None:
-    assert product.weights_of(nn.Linear(64, 32, bias=True)) is None
+def test_a_layer_of_another_kind_is_left_alone() -> None:
     assert product.weights_of(nn.RMSNorm(64)) is None
+
+
+def test_a_bias_is_added_to_the_product() -> None:
+    layer, x = nn.Linear(64, 32, bias=True), mx.ones((1, 3, 64))
+    expected = layer(x)
+    product.put_in(layer, PlainProduct(), mx.float32)
+    assert mx.allclose(layer(x), expected, rtol=1e-5).item()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_with_a_bias_is_in_no_launch_of_several(*, bias: bool) -> None:
+    layer = cast("Any", nn.Linear(64, 32, bias=bias).to_quantized(group_size=32, bits=4))
+    x, launches = mx.ones((1, 3, 64)), list[int]()
+    expected, plain = layer(x), type(layer).__call__
+
+    class Product:
+        storage = None
+
+        def __call__(self, x: mx.array, layer: Any, added: mx.array | None = None) -> mx.array:
+            launches.append(0 if added is None else 1)
+            return plain(layer, x) - (layer.bias if bias else 0) + (0 if added is None else added)
+
+        def several(self, x: mx.array, layers: Sequence[Any]) -> list[mx.array]:
+            launches.append(len(layers))
+            return [plain(each, x) for each in layers]
+
+    product.put_in(layer, cast("Any", Product()), mx.float32)
+    for each in product.JointProducts([layer, layer])(x):
+        assert mx.allclose(each, expected, rtol=1e-4).item()
+    assert mx.allclose(product.sum_with(layer, x, x[..., :32]), expected + 1, rtol=1e-4).item()
+    assert launches == ([0, 0, 0] if bias else [2, 1])
 
 
 def runs(error: float = 0.0, neighbours: float = 0.0) -> trial.Run:

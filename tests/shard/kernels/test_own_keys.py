@@ -26,7 +26,8 @@ from exo_node.mtp.caches.batch_caches import left_aligned
 from exo_node.mtp.caches.positions import Positions
 from exo_node.mtp.caches.window import WindowCache
 from exo_node.mtp.placed_rope import RopePositions
-from exo_node.shard.kernels.own_keys import NAME, OwnKeys, group_keys
+from exo_node.shard.kernels import cuda, own_keys
+from exo_node.shard.kernels.own_keys import NAME, OwnKeys, group_keys, one_row
 from exo_node.shard.kernels.trial import random_rows
 from exo_node.shard.model.stage_model import StageModel
 
@@ -196,3 +197,44 @@ def test_rows_of_an_image_still_see_all_of_it() -> None:
     with on_chip(M3_MAX):
         expected = rows_with(layer_of(4, 0, remedy=False))
         assert mx.array_equal(expected, rows_with(layer_of(4, 0, remedy=True))).item()
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(8, 2), (6, 6), (4, 1)])
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+def test_a_row_around_cudnn_has_the_numbers_of_mlx(
+    monkeypatch: pytest.MonkeyPatch, heads: int, key_heads: int, sinks: bool
+) -> None:
+    q = random_rows((1, heads, 1, SIZE), mx.float32, 1)
+    k, v = (random_rows((1, key_heads, 300, SIZE), mx.float32, i) for i in (2, 3))
+    sink = random_rows((heads,), mx.float32, 4) if sinks else None
+    expected = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.25, sinks=sink)
+
+    attend, taken = mx.fast.scaled_dot_product_attention, list[mx.array]()
+
+    def noted(queries: mx.array, keys: mx.array, *rest: Any, **named: Any) -> mx.array:
+        taken.append(keys)
+        return attend(queries, keys, *rest, **named)
+
+    monkeypatch.setattr(cuda, "available", lambda: True)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", noted)
+    out = one_row(q, k, v, 0.25, sinks=sink)
+    assert out.shape == expected.shape
+    assert mx.array_equal(out, expected).item()
+    # cuDNN takes keys (1, key heads, keys, size) that are a whole buffer or its first rows.
+    assert [each.shape[0] for each in taken] == [2 if sinks or key_heads == 1 else key_heads]
+
+
+def test_a_single_step_of_any_cache_goes_around_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    around = list[int]()
+
+    def noted(q: mx.array, k: mx.array, v: mx.array, scale: float, sinks: None) -> mx.array:
+        around.append(k.shape[2])
+        return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, sinks=sinks)
+
+    monkeypatch.setattr(cuda, "available", lambda: True)
+    monkeypatch.setattr(own_keys, "around_cudnn", noted)
+    for window in (0, 1024):
+        layer = Attention(2)
+        monkeypatch.setitem(globals(), SEAM, OwnKeys())
+        _ = layer(rows_of(2, 1, 2), cache_of(2, 300, window))
+    assert around == [301, 301]

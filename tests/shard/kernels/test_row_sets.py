@@ -7,12 +7,13 @@
 from collections.abc import Iterator
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
 from chips import CHIPS, COARSE, M1, M3, M3_MAX, M5, RARE, Chip, on_chip
 from mlx import nn
+from mlx_lm.models.switch_layers import SwitchGLU
 
 from exo_node.shard.kernels import row_groups, row_sets
 from exo_node.shard.kernels.product import stock
@@ -218,6 +219,17 @@ def test_layers_of_one_kind_are_measured_once(monkeypatch: pytest.MonkeyPatch) -
     choices = group_rows(layers, mx.bfloat16, perf_counter)
     assert [choice.layers for choice in choices] == [3, 1, 1, 1, 1, 1]
     assert kinds == [(64, mx.bfloat16)] * 6
+
+
+def test_on_cuda_linear_layers_are_left_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = SwitchGLU(64, 96, 4)
+    monkeypatch.setattr(row_groups, "measure", lambda _layer, _kind: RowRange(1, 1))  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(row_groups, "may_depend_on_rows", lambda: True)
+    monkeypatch.setattr(row_groups, "available", lambda: True)
+    layers = [linear(64, 96), nn.Embedding(32, 64), experts]
+    [choice] = group_rows(layers, mx.bfloat16, perf_counter)
+    assert (choice.kernel, choice.used, choice.layers) == (row_groups.SINGLE, True, 1)
+    assert cast("Any", experts).agreeing == RowRange(1, 1)
 
 
 @pytest.mark.usefixtures("few_values")
