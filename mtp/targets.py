@@ -96,12 +96,37 @@ class FamilyTarget:
         return self._family.logits(hidden)[0]
 
 
+class Layers(Protocol):
+    """A whole model's layers, and what comes after them."""
+
+    def hidden(
+        self,
+        tokens: mx.array,
+        entering: None,
+        caches: Sequence[Any],
+        embeddings: mx.array | None = None,
+    ) -> mx.array:
+        """Appends ids (B, rows) to the caches -> (B, rows, H)."""
+        ...
+
+    def logits(self, tokens: mx.array, hidden: mx.array) -> mx.array:
+        """Hidden (1, rows, H) of ids (1, rows) -> (1, rows, V)."""
+        ...
+
+
 class WholeTarget:
     """Any other model: one call gives logits."""
 
-    def __init__(self, model: nn.Module, rope_positions: RopePositions | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        rope_positions: RopePositions | None = None,
+        layers: Layers | None = None,
+    ) -> None:
+        """`layers`: those of `model` if a prompt's end is read through them, as stages read it."""
         self._model: Any = model
         self.rope_positions = rope_positions or RopePositions()
+        self._layers = layers
 
     def forward(
         self,
@@ -112,6 +137,9 @@ class WholeTarget:
         embeddings: mx.array | None = None,
     ) -> ForwardOutput:
         ids, positions = tokens[None], self.rope_positions
+        if want == "last" and self._layers is not None:
+            hidden = self._layers.hidden(ids, None, caches, embeddings)
+            return ForwardOutput(self._layers.logits(ids[:, -1:], hidden[:, -1:])[0], None)
         if want == "last" and ids.shape[1] > 1 and positions.places is None:
             # Logits of every row of a chunk would cost more than one more row does. A prompt with
             # images ends with text.

@@ -78,8 +78,9 @@ def together_on_one_node(
 ) -> list[list[int]]:
     """The ids of requests that share forwards."""
     family = family_of(model)
-    target = WholeTarget(model) if family is None else FamilyTarget(family)
     stage = StageModel(model, 0, len(cast(Any, model).layers))
+    layers = stage if stage.reads_ends else None
+    target = FamilyTarget(family) if family else WholeTarget(model, layers=layers)
     requests = [bare_request(each, tokens, chunk) for each in prompts]
     rounds = rounds_of(bare_engine(target, stage.make_caches), requests)
     return [list(ids_of(each)) for each in rounds]

@@ -28,6 +28,7 @@ from ...mtp.placed_rope import RopePositions
 from ...placement.errors import InvalidCheckpoint, LoadFailed
 from ...placement.kv_bits import Source, load_refusal
 from ...placement.split_refusal import SplitRefusal
+from ..kernels import row_groups
 from .layer_view import (
     LayerCalls,
     LayerRecords,
@@ -41,6 +42,8 @@ from .open_model import MODEL_FAULTS, headline
 REFUSED: Final = SplitRefusal("it cannot be split").param
 """The `param` of the error: this model may run on one node only."""
 ONE_NODE: Final = "; place it on one node"
+_ROUNDING: Final = 0.02
+"""The most that logits may differ by rounding, as a share of the largest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +164,26 @@ class StageModel:
         Needs the outer weights.
         """
         return self._call(self._tail, tokens, hidden, None)
+
+    @property
+    def reads_ends(self) -> bool:
+        """Whether a whole model reads a prompt's end as stages do: its layers, then the rest.
+
+        Not on CPUs, where rows have the same bits in any block; nor where what comes after the
+        layers needs more than their output, so that other logits come out.
+        """
+        if not row_groups.may_depend_on_rows():
+            return False
+        ids = mx.zeros((1, 2), mx.int32)
+        self.rope_positions.set_deltas([0])
+        try:
+            hidden = self.hidden(ids, None, self.make_caches())
+            apart = self.logits(ids[:, -1:], hidden[:, -1:])
+            whole = cast(Any, self.model)(ids, cache=self.make_caches())[:, -1:]
+            deviation = mx.abs(apart - whole).max() / mx.abs(whole).max()
+        except (*MODEL_FAULTS, LoadFailed):
+            return False
+        return bool((deviation < _ROUNDING).item())
 
     def _call(
         self,

@@ -94,7 +94,13 @@ class TextEngine:
         family = family_of(stage.model, hidden_kind) if link is None else None
         rows = stage.rope_positions
         # A model without a family drafts nothing.
-        self._target = FamilyTarget(family, rows) if family else WholeTarget(stage.model, rows)
+        self._target = (
+            FamilyTarget(family, rows)
+            if family
+            else WholeTarget(
+                stage.model, rows, stage if link is None and stage.reads_ends else None
+            )
+        )
         self._tower = loaded.tower
         self.images = loaded.images
         """"read", or the reason why it reads no images."""

@@ -327,8 +327,9 @@ def test_batches_stages_and_blocks_change_nothing_across_a_border(name: str) -> 
         assert _block_is_steps(stage)
         alone = [on_one_node(model, 253, 16, rows) for rows in prompts]
         assert together_on_one_node(model, prompts, 253, 16) == alone
-        # Its last chunk is one row, as which one node computes the last of any prompt.
-        assert as_two_stages(model, config, 2, 253, 16, prompts[0]) == alone[0]
+        assert stage.reads_ends
+        for prompt, ids in zip(prompts, alone, strict=True):  # 1 and 6 rows in the last chunk
+            assert as_two_stages(model, config, 2, 253, 16, prompt) == ids
 
 
 def prompt_of(rows: int) -> list[int]:

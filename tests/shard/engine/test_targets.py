@@ -10,9 +10,13 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import gpt_oss
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from tables import EndAt
+from zoo import VOCABULARY, tiny_config
+from zoo_runs import small
 
 from exo_node.mtp.seams import Want, as_row
 from exo_node.mtp.targets import WholeTarget
+from exo_node.shard.kernels import row_groups
+from exo_node.shard.model.stage_model import StageModel
 from exo_node.shard.tools.bare_engine import bare_engine, bare_request, ids_of, rounds_of
 
 V = 8
@@ -79,3 +83,40 @@ def test_rounds_overlap_where_rows_cannot_be_taken_back(
     theirs = [int(token) for token, _ in generate_step(mx.array(PROMPT), model, max_tokens=end)]
     assert list(ids_of(rounds)) == theirs
     assert issued == [1] * forwards
+
+
+class Remembering(nn.Module):
+    """A model whose logits need the output of its first layer as well."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.layers = model.model, model.model.layers
+
+    def __call__(self, ids: mx.array, cache: Any) -> mx.array:
+        h = self.model.embed_tokens(ids)
+        h = first = self.layers[0](h, None, cache[0])
+        for layer, each in zip(self.layers[1:], cache[1:], strict=True):
+            h = layer(h, None, each)
+        return self.model.embed_tokens.as_linear(h + first)
+
+    def make_cache(self) -> list[Any]:
+        return [KVCache() for _ in self.layers]
+
+
+def test_a_prompts_end_is_read_through_the_layers_only_where_nothing_else_is_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain: Any = small(tiny_config("llama"))
+    other = Remembering(plain)
+    stages = [StageModel(model, 0, len(plain.layers)) for model in (plain, other)]
+    assert not any(stage.reads_ends for stage in stages), "rows have the same bits on a CPU"
+    monkeypatch.setattr(row_groups, "may_depend_on_rows", lambda: True)
+    assert [stage.reads_ends for stage in stages] == [True, False]
+
+    ids, stage = as_row(PROMPT), stages[0]
+    split, whole = (
+        WholeTarget(plain, layers=layers).forward(ids, stage.make_caches(), want="last").logits
+        for layers in (None, stage)
+    )
+    assert split.shape == whole.shape == (1, VOCABULARY)
+    assert mx.array_equal(split, whole).item()
