@@ -105,8 +105,10 @@ class Layers(Protocol):
         entering: None,
         caches: Sequence[Any],
         embeddings: mx.array | None = None,
+        *,
+        is_lazy: bool,
     ) -> mx.array:
-        """Appends ids (B, rows) to the caches -> (B, rows, H)."""
+        """Appends ids (B, rows) to the caches -> (B, rows, H). `is_lazy`: it computes nothing."""
         ...
 
     def logits(self, tokens: mx.array, hidden: mx.array) -> mx.array:
@@ -138,7 +140,7 @@ class WholeTarget:
     ) -> ForwardOutput:
         ids, positions = tokens[None], self.rope_positions
         if want == "last" and self._layers is not None:
-            hidden = self._layers.hidden(ids, None, caches, embeddings)
+            hidden = self._layers.hidden(ids, None, caches, embeddings, is_lazy=True)
             return ForwardOutput(self._layers.logits(ids[:, -1:], hidden[:, -1:])[0], None)
         if want == "last" and ids.shape[1] > 1 and positions.places is None:
             # Logits of every row of a chunk would cost more than one more row does. A prompt with

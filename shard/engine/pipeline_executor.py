@@ -81,7 +81,7 @@ class StageTarget:
         embeddings: mx.array | None = None,
     ) -> ForwardOutput:
         """Appends ids (rows,) of one request to its caches; lazy."""
-        hidden = self._model.hidden(tokens[None], None, caches, embeddings)
+        hidden = self._model.hidden(tokens[None], None, caches, embeddings, is_lazy=True)
         return ForwardOutput(mx.zeros((0, 1)), hidden)
 
 
