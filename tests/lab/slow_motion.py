@@ -17,8 +17,20 @@ _STANDS_S = 0.15
 
 
 def runners_of(running: Iterable[Node]) -> list[psutil.Process]:
-    """The children of these nodes, without their own children, which are idle meanwhile."""
-    return [child for node in running for child in psutil.Process(node.process.pid).children()]
+    """The children of these nodes, without their own children, which are idle meanwhile.
+
+    A child that does not run its own program yet is none: its node waits for that, and would hang
+    with it.
+    """
+    nodes = [psutil.Process(node.process.pid) for node in running]
+    children = ((child, node.cmdline()) for node in nodes for child in node.children())
+    return [child for child, nodes_own in children if _program(child) not in ([], nodes_own)]
+
+
+def _program(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.cmdline()
+    return []
 
 
 @contextlib.contextmanager

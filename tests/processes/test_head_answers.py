@@ -119,7 +119,7 @@ def test_a_killed_head_does_not_disturb_answers_on_other_nodes(
     trio: Trio, story: list[int], stages: int
 ) -> None:
     def strike_head() -> bool | None:
-        head, [door, other] = trio.head(), trio.others()
+        head, [door, other] = trio.roles()
         placed = place(door, *[other, door][:stages])
         answers = start_answers(door, 2, TOKENS)
         with slowed(runners_of([door, other])):
@@ -144,7 +144,7 @@ def test_an_answer_whose_stage_is_lost_with_the_head_resumes_under_the_next_head
     trio: Trio, story: list[int]
 ) -> None:
     def strike_head() -> bool:
-        head, [door, other] = trio.head(), trio.others()
+        head, [door, other] = trio.roles()
         _ = place(door, head, other)
         with slowed(runners_of([head, other])):
             [answer] = start_answers(door, 1, TOKENS)
@@ -159,7 +159,7 @@ def test_an_answer_whose_stage_is_lost_with_the_head_resumes_under_the_next_head
 def test_drafting_answers_on_the_head_alone_outlive_it(trio: Trio, story: list[int]) -> None:
     def strike_head() -> bool:
         """False if the last tokens of an answer had left already."""
-        head, [door, _] = trio.head(), trio.others()
+        head, [door, _] = trio.roles()
         _ = place(door, head)
         with slowed(runners_of([head])):
             answers = start_answers(door, 2, TOKENS)
@@ -178,7 +178,7 @@ def test_an_orderly_stop_of_the_head_does_not_disturb_long_answers(
     """Stages on other nodes continue for longer than orphaned stages are kept."""
 
     def strike_head() -> bool | None:
-        head, [door, other] = trio.head(), trio.others()
+        head, [door, other] = trio.roles()
         _ = place(door, other, door)
         [answer] = start_answers(door, 1, TOKENS)
         with slowed(runners_of([door, other])):
@@ -202,7 +202,7 @@ def test_a_stopped_head_that_resumes_ends_no_answer(
     """It resumes at once, and mostly leads again, or after the others agreed, and follows."""
 
     def strike_head() -> bool | None:
-        head, [door, other] = trio.head(), trio.others()
+        head, [door, other] = trio.roles()
         _ = place(door, other, door)
         answers = start_answers(door, 2, TOKENS)
         old = own_id(head)
@@ -232,7 +232,7 @@ def test_answers_outlive_a_new_cluster_key(trio: Trio, story: list[int]) -> None
     they outlive the loss of a stage."""
 
     def strike_head() -> bool:
-        head, [door, other] = trio.head(), trio.others()
+        head, [door, other] = trio.roles()
         _ = place(door, other, head)
         nodes = list(trio.nodes.values())
         answers = [ask(running, STORY, **chat_fields(TOKENS)) for running in nodes]

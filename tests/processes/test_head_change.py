@@ -60,9 +60,10 @@ class Trio:
     def head(self) -> Node:
         return self.by_id(cluster(next(iter(self.nodes.values())))["head"])
 
-    def others(self) -> list[Node]:
+    def roles(self) -> tuple[Node, list[Node]]:
+        """The head and the others, by one look."""
         head = self.head()
-        return [n for n in self.nodes.values() if n is not head]
+        return head, [n for n in self.nodes.values() if n is not head]
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +116,7 @@ def test_a_killed_head_is_replaced_and_comes_back_as_a_follower(trio: Trio) -> N
     now = cluster(survivors[0])["term"]
     assert now > term
     eventually(lambda: [stored_term(n) for n in survivors] == [now, now], WITHIN_S)
-    [follower] = trio.others()
+    _, [follower] = trio.roles()
     assert follower.call("GET", "/v1/placements").status == 200
     assert follower.chat("Who are you?")["choices"]  # after the model's load on the new head
     [placed] = follower.call("GET", "/v1/placements").body["data"]
@@ -130,7 +131,7 @@ def test_a_killed_head_is_replaced_and_comes_back_as_a_follower(trio: Trio) -> N
 
 
 def test_a_request_during_the_election_waits_for_it(trio: Trio) -> None:
-    head, others = trio.head(), trio.others()
+    head, others = trio.roles()
     trio.kill(head)
     reply = others[0].call("GET", "/v1/placements", timeout_s=WITHIN_S)
     assert reply.status == 200
@@ -139,7 +140,7 @@ def test_a_request_during_the_election_waits_for_it(trio: Trio) -> None:
 @pytest.mark.parametrize("is_killed", [False, True], ids=["stopped", "killed"])
 def test_a_placement_under_way_is_made_by_the_next_head(trio: Trio, is_killed: bool) -> None:
     """Asked of the head itself, which follows after a pause, or of a node that outlives it."""
-    head, [door, other] = trio.head(), trio.others()
+    head, [door, other] = trio.roles()
     on = [cluster(other)["self"]]
     body = {"model": "demo", "nodes": on, "context": 1024 + is_killed}
     before, loading = set(runners_of([other])), set[psutil.Process]()
