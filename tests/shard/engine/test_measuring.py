@@ -542,11 +542,11 @@ def test_a_later_stage_shares_no_rounds_of_requests_that_began_before_it_was_mea
     """Shared rounds would have other numbers there."""
     hidden, sizes = StageModel.hidden, list[int]()
 
-    def by_batch(model: StageModel, tokens: mx.array, *rest: Any) -> mx.array:
+    def by_batch(model: StageModel, tokens: mx.array, *rest: Any, **named: Any) -> mx.array:
         rows = tokens.shape[0]
         if model.first:
             sizes.append(rows)
-        return hidden(model, tokens, *rest) * (1 + 1e-2 * (model.first > 0 and rows > 1))
+        return hidden(model, tokens, *rest, **named) * (1 + 1e-2 * (model.first > 0 and rows > 1))
 
     monkeypatch.setattr(StageModel, "hidden", by_batch)
     pipeline, readers = staged(TWO), few_tokens(4)

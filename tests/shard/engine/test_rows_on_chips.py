@@ -132,11 +132,12 @@ def served(request: pytest.FixtureRequest) -> Iterator[OnChip]:
 
 
 @pytest.fixture(params=PLACES, ids=_name)
-def ungrouped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnChip]:
+def ungrouped(request: pytest.FixtureRequest) -> Iterator[OnChip]:
     """The same without groups."""
     chip, precision, rows = request.param
-    with on_chip(chip):
-        monkeypatch.setattr(row_groups, "may_depend_on_rows", lambda: False)
+    # Undone before the chip's own function is, or other tests would compute as on the chip.
+    with on_chip(chip), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_groups, "may_depend_on_rows", lambda: False)
         yield OnChip(chip, precision, rows, load_on(precision))
 
 
@@ -145,12 +146,12 @@ def _no_choice(*_: object) -> tuple[KernelChoice, ...]:
 
 
 @pytest.fixture(params=ACROSS, ids=_name)
-def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnChip]:
+def at_once(request: pytest.FixtureRequest) -> Iterator[OnChip]:
     """The same with groups, and with the attention of MLX for whole blocks."""
     chip, precision, rows = request.param
-    with on_chip(chip):
-        monkeypatch.setattr(row_sets, "VALUES", 64)
-        monkeypatch.setattr(install, "group_keys", _no_choice)
+    with on_chip(chip), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_sets, "VALUES", 64)
+        patch.setattr(install, "group_keys", _no_choice)
         yield OnChip(chip, precision, rows, load_on(precision))
 
 

@@ -69,10 +69,10 @@ def test_a_fault_of_a_shared_forward_ends_no_answer(
     pipeline, readers, count = staged(), readers_of(4), itertools.count()
     hidden = StageModel.hidden
 
-    def failing(model: StageModel, tokens: mx.array, *rest: Any) -> mx.array:
+    def failing(model: StageModel, tokens: mx.array, *rest: Any, **named: Any) -> mx.array:
         if tokens.shape[0] > 1 and model.first == first and next(count) == 5:
             raise fault
-        return hidden(model, tokens, *rest)
+        return hidden(model, tokens, *rest, **named)
 
     monkeypatch.setattr(StageModel, "hidden", failing)
     together(pipeline.engine, readers)
@@ -129,8 +129,8 @@ def test_numbers_that_are_none_end_their_own_answer_only(
     pipeline, readers, count = staged(), readers_of(4), itertools.count()
     hidden = StageModel.hidden
 
-    def broken(model: StageModel, tokens: mx.array, *rest: Any) -> mx.array:
-        out = hidden(model, tokens, *rest)
+    def broken(model: StageModel, tokens: mx.array, *rest: Any, **named: Any) -> mx.array:
+        out = hidden(model, tokens, *rest, **named)
         if tokens.shape[0] > 1 and model.first == first and next(count) == 5:
             out = mx.concatenate([out[:1] * float("nan"), out[1:]])
         return out

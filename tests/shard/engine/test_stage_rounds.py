@@ -88,9 +88,9 @@ def test_what_a_stage_computes_otherwise_together_is_said(
     assert rounds.is_same and not rounds.batching_reason and not rounds.groups.bytes
     hidden = StageModel.hidden
 
-    def by_batch(model: StageModel, tokens: mx.array, *rest: Any) -> mx.array:
+    def by_batch(model: StageModel, tokens: mx.array, *rest: Any, **named: Any) -> mx.array:
         differs = model.first == bounds[stage] and tokens.shape[0] > 1
-        return hidden(model, tokens, *rest) * (1 + 1e-6 * differs)
+        return hidden(model, tokens, *rest, **named) * (1 + 1e-6 * differs)
 
     monkeypatch.setattr(StageModel, "hidden", by_batch)
     pipeline.workers[0].begin_measuring().finish()
@@ -115,10 +115,10 @@ def test_layers_that_compute_no_batch_are_passed_one_request_at_a_time(
     pipeline, readers = staged(), readers_of(4)
     hidden = StageModel.hidden
 
-    def refused(model: StageModel, tokens: mx.array, *rest: Any) -> mx.array:
+    def refused(model: StageModel, tokens: mx.array, *rest: Any, **named: Any) -> mx.array:
         if tokens.shape[0] > 1 and model.first == first:
             raise TypeError("offset must be an int")
-        return hidden(model, tokens, *rest)
+        return hidden(model, tokens, *rest, **named)
 
     monkeypatch.setattr(StageModel, "hidden", refused)
     if first:

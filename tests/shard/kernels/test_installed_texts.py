@@ -60,7 +60,7 @@ def kernels_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     product._quantized.cache_clear()  # pyright: ignore[reportPrivateUsage]
     row_attention._kernels.cache_clear()  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(kernel_choice, "available", lambda: True)
-    monkeypatch.setattr(trial, "_time", untimed)
+    monkeypatch.setattr(trial, "seconds_of", untimed)
     if not available():
         # One chunk of keys, and more than one: what a kernel of ours distinguishes.
         monkeypatch.setattr(attention_choice, "_CONTEXTS", (24, 70))
