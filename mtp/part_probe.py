@@ -50,9 +50,9 @@ class _WatchedTarget:
             output = self._target.forward(tokens, caches, want=want)
         if rows == 1:
             self._steps = [*self._steps, calls][-self._rows :]
-        elif (found := _first_differing(calls, self._steps)) is not None:
+        elif (call := _first_differing(calls, self._steps)) is not None:
             end = max((getattr(cache, "offset", rows) for cache in caches), default=rows)
-            self.part = DifferingPart(found[0], found[1].dtype, end - rows)
+            self.part = DifferingPart(call[0], call[1].dtype, end - rows)
         return output
 
 
@@ -64,11 +64,11 @@ def _noted(kinds: set[type[Any]]) -> Generator[list[Call]]:
     def noting(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, *args: Any, **named: Any) -> Any:
             out = method(self, *args, **named)
-            given = next((y for _, y in tree_flatten([out]) if isinstance(y, mx.array)), None)
-            if args and isinstance(args[0], mx.array) and given is not None:
+            result = next((y for _, y in tree_flatten([out]) if isinstance(y, mx.array)), None)
+            if args and isinstance(args[0], mx.array) and result is not None:
                 if calls and calls[-1][0] is self:  # a call of the same method, of a base class
                     _ = calls.pop()
-                calls.append((self, args[0], given))
+                calls.append((self, args[0], result))
             return out
 
         return call
@@ -89,8 +89,8 @@ def _first_differing(block: list[Call], steps: list[list[Call]]) -> Call | None:
     for call, *ones in zip(block, *steps, strict=False):
         if any(one[0] is not call[0] for one in ones):
             return None
-        taken, given = (_same(call[i], [one[i] for one in ones]) for i in (1, 2))
-        if taken and given is False:
+        inputs, outputs = (_same(call[i], [one[i] for one in ones]) for i in (1, 2))
+        if inputs and outputs is False:
             return call
     return None
 

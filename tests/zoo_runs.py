@@ -17,7 +17,6 @@ from pipelines import Link
 from zoo import VOCABULARY
 
 from exo_node.mtp.families.table import family_of
-from exo_node.mtp.targets import FamilyTarget, WholeTarget
 from exo_node.placement.config import hidden_size
 from exo_node.shard.engine.engine import Engine
 from exo_node.shard.engine.options import EngineOptions
@@ -27,7 +26,7 @@ from exo_node.shard.engine.scheduler import Scheduler
 from exo_node.shard.engine.stage import StageWorker
 from exo_node.shard.model.split_check import small_model
 from exo_node.shard.model.stage_limits import StageLimits
-from exo_node.shard.model.stage_model import StageModel
+from exo_node.shard.model.stage_model import StageModel, target_of
 from exo_node.shard.tools.bare_engine import bare_engine, bare_request, ids_of, rounds_of
 
 PROMPT: Final = [(37 * i + 11) % (VOCABULARY - 1) + 1 for i in range(21)]
@@ -79,8 +78,7 @@ def together_on_one_node(
     """The ids of requests that share forwards."""
     family = family_of(model)
     stage = StageModel(model, 0, len(cast(Any, model).layers))
-    layers = stage if stage.reads_ends else None
-    target = FamilyTarget(family) if family else WholeTarget(model, layers=layers)
+    target = target_of(stage, family)
     requests = [bare_request(each, tokens, chunk) for each in prompts]
     rounds = rounds_of(bare_engine(target, stage.make_caches), requests)
     return [list(ids_of(each)) for each in rounds]

@@ -46,7 +46,7 @@ class DraftDemand:
     source: str = "as requested"
     """The source of `most`, or of `initial`."""
     acceptance: Acceptance | None = None
-    """Of the answer's drafts; None if it drafts `most` in every round."""
+    """How often its drafts are accepted, or None if it drafts `most` in every round."""
     initial: int = 0
     """K until enough is known to choose."""
     policy: "RoundPolicy | None" = None

@@ -85,9 +85,9 @@ class OwnKeys:
         mask: Any,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        spans = spans_of(queries, keys, cache, mask)
         if _is_step(queries, keys, mask):
             return one_row(queries, keys, values, scale, sinks=sinks)
+        spans = spans_of(queries, keys, cache, mask)
         if spans is None or self._may_be_whole(queries, keys, values, cache, sinks):
             return stock(queries, keys, values, cache, scale, mask, sinks)
         return row_by_row(queries, keys, values, spans, scale, mask, sinks)

@@ -7,6 +7,7 @@ this stage needs them.
 """
 
 import contextlib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +25,9 @@ from mlx_lm.models.cache import (
 
 from ...mtp.caches.rollback import takes_tapes, with_tapes
 from ...mtp.caches.window import with_windows
+from ...mtp.families.family import Family
 from ...mtp.placed_rope import RopePositions
+from ...mtp.targets import FamilyTarget, WholeTarget
 from ...placement.errors import InvalidCheckpoint, LoadFailed
 from ...placement.kv_bits import Source, load_refusal
 from ...placement.split_refusal import SplitRefusal
@@ -38,6 +41,8 @@ from .layer_view import (
     watched_layers,
 )
 from .open_model import MODEL_FAULTS, headline
+
+log = logging.getLogger(__name__)
 
 REFUSED: Final = SplitRefusal("it cannot be split").param
 """The `param` of the error: this model may run on one node only."""
@@ -172,7 +177,7 @@ class StageModel:
         Not on CPUs, where rows have the same bits in any block; nor where what comes after the
         layers needs more than their output, so that other logits come out.
         """
-        if not row_groups.may_depend_on_rows():
+        if not (self._is_whole and row_groups.may_depend_on_rows()):
             return False
         ids = mx.zeros((1, 2), mx.int32)
         self.rope_positions.set_deltas([0])
@@ -181,9 +186,12 @@ class StageModel:
             apart = self.logits(ids[:, -1:], hidden[:, -1:])
             whole = cast(Any, self.model)(ids, cache=self.make_caches())[:, -1:]
             deviation = mx.abs(apart - whole).max() / mx.abs(whole).max()
-        except (*MODEL_FAULTS, LoadFailed):
-            return False
-        return bool((deviation < _ROUNDING).item())
+            why = "" if (deviation < _ROUNDING).item() else "its logits are others"
+        except (*MODEL_FAULTS, LoadFailed) as fault:
+            why = headline(fault)
+        if why:
+            log.info("a prompt's last row is read apart, as no split of the model would: %s", why)
+        return not why
 
     def _call(
         self,
@@ -283,6 +291,13 @@ class StageModel:
             return stage_view(self._layers, 0, len(self._layers), self._slot, -1)
         extra_outputs = self._layer_calls.extra_outputs
         return stage_view(self._layers, first, end, self._slot, extra_outputs)
+
+
+def target_of(stage: StageModel, family: Family | None) -> FamilyTarget | WholeTarget:
+    """A whole model as answers are computed by it; one without a family drafts nothing."""
+    if family is not None:
+        return FamilyTarget(family, stage.rope_positions)
+    return WholeTarget(stage.model, stage.rope_positions, stage if stage.reads_ends else None)
 
 
 def _find_layers(model: nn.Module) -> tuple[Any, str, list[nn.Module]]:

@@ -57,7 +57,7 @@ class LookupControl:
         self.is_near_tie = False
         """Whether drafts of the head may decide near ties otherwise than single steps do."""
         self.part = ""
-        """What computes other bits for blocks than for single steps, in words."""
+        """The part that computes other bits for blocks than for single steps, in words."""
         self.policy = policy
         self.shared_reason = "" if self.off_reason else NOT_MEASURED
         """Why requests copy nothing while they share forwards; empty if they may."""

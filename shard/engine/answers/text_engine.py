@@ -14,12 +14,12 @@ from ....mtp.drafting.round_policy import RoundPolicy
 from ....mtp.families.table import family_of
 from ....mtp.sampler import Sampler
 from ....mtp.schedule import Schedule
-from ....mtp.targets import FamilyTarget, WholeTarget
 from ....mtp.types import CacheTier, FinishReason, GenerationStats
 from ....placement.errors import InvalidRequest
 from ...kernels import own_keys, row_groups
 from ...kernels.install import used
 from ...model.load import Loaded
+from ...model.stage_model import target_of
 from ...model.tower import embedding_of
 from ...pipeline.link import StageLink
 from ...text.stop_strings import StopStrings
@@ -92,15 +92,7 @@ class TextEngine:
         self.limits = RequestLimits(options.context_length, vocabulary)
         hidden_kind = None if head is None else head.hidden_kind
         family = family_of(stage.model, hidden_kind) if link is None else None
-        rows = stage.rope_positions
-        # A model without a family drafts nothing.
-        self._target = (
-            FamilyTarget(family, rows)
-            if family
-            else WholeTarget(
-                stage.model, rows, stage if link is None and stage.reads_ends else None
-            )
-        )
+        self._target = target_of(stage, family)
         self._tower = loaded.tower
         self.images = loaded.images
         """"read", or the reason why it reads no images."""

@@ -11,12 +11,13 @@ from ....mtp.caches.rollback import fixed_kinds, rollback
 from ....mtp.families.table import family_of
 from ....mtp.sampler import Sampler
 from ....mtp.seams import ForwardOutput, Want, as_row
-from ....mtp.targets import FamilyTarget, Target, WholeTarget
+from ....mtp.targets import Target
 from ....mtp.types import Round, Sampling
 from ...engine.drafter import DraftModel
 from ...engine.round_forms import COUNTS_ON_DEVICE
 from ...kernels.install import used
 from ...model.load import Loaded
+from ...model.stage_model import target_of
 from ..bare_engine import bare_engine, bare_request, rounds_of
 
 HEADLESS_K = 3
@@ -84,7 +85,7 @@ def subject_of(loaded: Loaded, dtype: mx.Dtype, chunk: int, max_k: int) -> Model
     if family is not None and head is not None and max_k:
         model = DraftModel.of(family, head)
     return ModelUnderTest(
-        target=WholeTarget(stage.model) if family is None else FamilyTarget(family),
+        target=target_of(stage, family),
         make_caches=stage.make_caches,
         vocabulary=loaded.expected.vocabulary,
         dtype=dtype,
