@@ -109,7 +109,7 @@ def undeclared_reason(model: ModelId) -> str:
     """Why a model without [native_mtp] never drafts: a whole head in its files would be found."""
     return (
         f"the card of {model} does not declare native MTP, and no complete MTP head was found in "
-        "its files; `exo-node models check` says what they lack, `exo-node models graft` adds it"
+        "its files; `exo-node models show` says what they lack, `exo-node models graft` adds it"
     )
 
 

@@ -1,20 +1,18 @@
 """The commands of `exo-node`.
 
 bench.py: `exo-node bench`: `cluster`; `mtp` and `serve` where `bench/` is installed
-cache.py: `exo-node cache`
 chat.py: `exo-node chat`
 child.py: the child process of a command that loads a model
 client.py: HTTP to the running node
 coding_tools.py: the coding tools that `exo-node launch` starts, and how each is set up
-convert_models.py: `exo-node models graft`, `convert`, `import` and `check`
+convert_models.py: `exo-node models graft`, `convert` and `import`
 doctor.py: `exo-node doctor`
-events.py: `exo-node events`
 failures.py: the end of a command that fails
 flags.py: flags that several commands share
 get_models.py: `exo-node models search`, `pull`, `rm`, `load` and `unload`
 join.py: nodes, approve, deny, join, key, leave, rekey, dashboard
 launch.py: `exo-node launch`
-load.py: a model's place: `exo-node plan` and `replicas`, and a load with its progress
+load.py: a model's place: `exo-node plan`, and a load with its progress
 main.py: the list of commands
 models.py: `exo-node models`, `show` and `recommend`
 output.py: tables, answers and notes on the terminal

@@ -1,4 +1,4 @@
-"""`exo-node models graft`, `convert`, `import` and `check`."""
+"""`exo-node models graft`, `convert` and `import`."""
 
 import json
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -9,8 +9,8 @@ from ...placement.errors import ExoNodeError
 from .child import child_process, unless_killed
 from .flags import AsJson, DataDir, ModelsDir, argument, option
 from .get_models import ProgressLine
-from .models import fit_text, lines_text, models, sampling_lines, this_machine
-from .output import note, print_json, print_result, size, text_of
+from .models import models, this_machine
+from .output import note, print_result
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -69,7 +69,6 @@ _Dense = Annotated[
     bool,
     typer.Option("--bfloat16", help="Make all weights bfloat16, which Linux CPUs compute faster."),
 ]
-_Checked = Annotated[str, argument("MODEL", "A model's id, or a folder.")]
 
 
 @models.command()
@@ -161,38 +160,6 @@ def _kept_text(matrices: dict[str, int]) -> str:
     """How many matrices have how many bits."""
     counts = [f"{count} of {bits} bits" for bits, count in sorted(matrices.items())]
     return f"; matrices: {', '.join(counts)}" if counts else ""
-
-
-@models.command()
-def check(
-    model: _Checked, models_dir: ModelsDir = None, data_dir: DataDir = None, as_json: AsJson = False
-) -> None:
-    """Check a model's files, and say what its MTP head is.
-
-    Nothing is loaded. Exit status 1, with the file and the remedy, where it would not load.
-    """
-    from ..store.listing import check as check_folder
-
-    _, library, view = this_machine(data_dir, models_dir)
-    checkpoint = check_folder(library, library.folder(model), view)
-    print_json(checkpoint) if as_json else print(_check_text(checkpoint))
-
-
-def _check_text(checkpoint: dict[str, Any]) -> str:
-    head: dict[str, Any] = checkpoint["head"]
-    mtp = head.get("reason")
-    if head["found"]:
-        bits = ", ".join(f"{each}-bit" for each in head["bits"]) or "not quantised"
-        mtp = f"head found: {size(head['bytes'])}, {bits}, in {', '.join(head['files'])}"
-    return lines_text(
-        {
-            "files": f"good: {checkpoint['tensors']} tensors, {size(checkpoint['size_bytes'])}",
-            "kind": f"{checkpoint['model_type']}, {checkpoint['format']}",
-            "fits": fit_text(checkpoint),
-            **sampling_lines(checkpoint),
-            "native MTP": text_of(mtp),
-        }
-    )
 
 
 def _in_hub_cache(folder: "Path") -> bool:

@@ -9,7 +9,7 @@ from ...placement.errors import ExoNodeError, PlacementNotFound
 from ...placement.reasons import first_clause
 from . import flags
 from .client import call, connect, delete
-from .load import answering_text, copies_of, parse_count, placement_body
+from .load import answering_text, parse_count, placement_body
 from .load import load as load_model
 from .models import ModelId, entries_of_node, fit_text, models, this_machine
 from .output import (
@@ -38,7 +38,14 @@ _Quant = Annotated[
     int | None,
     flags.option("BITS", "The published quantisation of so many bits instead.", min=2, max=8),
 ]
-_Replicas = Annotated[str | None, flags.option("N|auto", "Copies, each on nodes of its own.")]
+_Replicas = Annotated[
+    str | None,
+    flags.option(
+        "N|auto",
+        "Copies, each on nodes of its own; auto: as many as answers need.",
+        callback=parse_count,
+    ),
+]
 _LoadedModel = Annotated[
     str,
     flags.argument(
@@ -152,7 +159,7 @@ def load(
         min_nodes = min_nodes or 1
     options = {"min_nodes": min_nodes, "max_nodes": max_nodes, "context": context}
     options |= {"kv_bits": kv_bits, "nodes": nodes, "layers": layers, "exclude": exclude}
-    options |= {"replicas": None if replicas is None else parse_count(replicas, "--replicas")}
+    options |= {"replicas": replicas}
     endpoint = connect(port, data_dir)
     placement = load_model(endpoint, placement_body(model, options))
     if as_json:
@@ -162,7 +169,7 @@ def load(
     reason = first_clause(text_of(placement.get("reason")))
     note(f"{model} is loaded, with {context_text}{caches_text(placement)}: {reason}")
     if replicas is not None:
-        note(f"{model}: {answering_text(placement, copies_of(endpoint, placement))}")
+        note(f"{model}: {answering_text(endpoint, placement)}")
 
 
 @models.command()

@@ -1,9 +1,9 @@
-"""A model's place: `exo-node plan` and `replicas`, and a load with its progress."""
+"""A model's place: `exo-node plan`, and a load with its progress."""
 
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Annotated, Any, Final
+from typing import Any, Final
 from urllib.parse import urlencode
 
 import typer
@@ -18,57 +18,25 @@ from .times import TIMES
 
 _PLACEMENTS: Final = "/v1/placements"
 
-_Count = Annotated[
-    str, flags.argument("N", "Copies, each on nodes of its own, or auto: as many as answers need.")
-]
+
+def parse_count(text: str | None) -> int | str | None:
+    """A number of copies, or `auto`."""
+    if text in (None, "auto"):
+        return text
+    if text.isascii() and text.isdecimal() and 1 <= int(text) <= 8:
+        return int(text)
+    raise typer.BadParameter(f"{text!r} is no number from 1 to 8, nor auto")
 
 
-def replicas(
-    model: flags.Model,
-    count: _Count,
-    port: flags.LocalPort = None,
-    data_dir: flags.DataDir = None,
-    as_json: flags.AsJson = False,
-) -> None:
-    """Have several copies of a model answer at the same time.
-
-    Each of the N copies is on nodes of its own.
-    """
-    endpoint = connect(port, data_dir)
-    replicas = parse_count(count, "N")
-    placement = load(endpoint, {"model": model, "replicas": replicas})
-    copies = copies_of(endpoint, placement)
-    if as_json:
-        ready = _ready(copies)
-        print_json({"model": model, "replicas": replicas, "ready": ready, "placements": copies})
-    elif replicas == "auto":
-        ready = _ready(copies)
-        note(f"{model}: {ready} answer now; others follow when answers share them for a while")
-    else:
-        note(f"{model}: {answering_text(placement, copies)}")
-
-
-def parse_count(text: str, param: str) -> int | str:
-    """A number of copies, or `auto`; `param` is the flag or argument."""
-    if text == "auto" or (text.isascii() and text.isdecimal() and 1 <= int(text) <= 8):
-        return text if text == "auto" else int(text)
-    raise typer.BadParameter(f"{text!r} is no number from 1 to 8, nor auto", param_hint=param)
-
-
-def copies_of(endpoint: ApiEndpoint, placement: Json) -> list[dict[str, Any]]:
-    """All placements of that placement's model. Raises CommandFailed."""
-    placements: list[dict[str, Any]] = call(endpoint, _PLACEMENTS).get("data", [])
-    return [each for each in placements if each.get("model") == placement.get("model")]
-
-
-def answering_text(placement: Json, copies: Sequence[Json]) -> str:
-    """How many copies answer, of how many that should, why not all, and the options that hold."""
-    ready, desired = _ready(copies), int(placement.get("replicas", 1))
+def answering_text(endpoint: ApiEndpoint, placement: Json) -> str:
+    """How many copies answer, of how many that should, and why not all. Raises CommandFailed."""
+    placements: list[Json] = call(endpoint, _PLACEMENTS).get("data", [])
+    copies = [each for each in placements if each.get("model") == placement.get("model")]
+    ready = sum(each.get("status") == "ready" for each in copies)
+    desired = int(placement.get("replicas", 1))
     current = next((each for each in copies if "replicas_missing" in each), placement)
-    missing = current.get("replicas_missing") or "" if ready < desired else ""
-    asked_for = held_options_text(placement) if missing else ""
-    text = f"{ready} of {desired} answer now" + (f"; {missing}" if missing else "")
-    return f"{text}; each is {asked_for}" if asked_for else text
+    missing = current.get("replicas_missing") if ready < desired else ""
+    return f"{ready} of {desired} answer now" + (f"; {missing}" if missing else "")
 
 
 def held_options_text(placement: Json) -> str:
@@ -79,10 +47,6 @@ def held_options_text(placement: Json) -> str:
     if (replicas := placement.get("replicas", 1)) > 1 or placement.get("auto_replicas"):
         command += f" --replicas {'auto' if placement.get('auto_replicas') else replicas}"
     return f"placed as was asked for ({options}); `{command}` drops that"
-
-
-def _ready(copies: Sequence[Json]) -> int:
-    return sum(each.get("status") == "ready" for each in copies)
 
 
 # ---------------------------------------------------------------------------- a plan

@@ -35,8 +35,6 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
     "Models": {
         "models": "List the models on disk, and get others.",
         "plan": "Show where a model would be placed, and why.",
-        "replicas": "Have several copies of a model answer at the same time.",
-        "cache": "Show and clear the prompts that models keep on disk.",
     },
     "Cluster": {
         "nodes": "List the nodes of the cluster, and who asks to join.",
@@ -50,7 +48,6 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "service": "Run the node whenever you are logged in.",
     },
     "Look and measure": {
-        "events": "Show what happened in the cluster, one line each.",
         "doctor": "Look for what is wrong here.",
         "report": "Write a report on a problem, or a result to publish.",
         "verify": "Check that drafts change no answer of a model.",
@@ -136,12 +133,8 @@ def _module(name: str) -> ModuleType:
             from . import convert_models as module
         case "token":
             from . import token as module
-        case "cache":
-            from . import cache as module
-        case "plan" | "replicas":
+        case "plan":
             from . import load as module
-        case "events":
-            from . import events as module
         case "service":
             from . import service as module
         case "doctor":

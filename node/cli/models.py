@@ -1,6 +1,6 @@
 """`exo-node models`, `show` and `recommend`: models on the disk, and those that fit."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -77,7 +77,8 @@ def show(
 ) -> None:
     """Show a model's size, format, fit and native MTP.
 
-    A running node is asked how fast it is, for that may have measured it.
+    Its files are checked where they are on this disk, without loading them. Exit status 1, with the
+    file and the remedy, where they would not load. A running node is asked how fast it is.
     """
     from ..store.listing import describe
 
@@ -199,16 +200,17 @@ def model_text(entry: Json) -> str:
         "fits": fit_text(entry) + (f", {how} {speed:g} tokens a second" if speed else ""),
         "computes in": dtype,
         "native MTP": text_of(entry.get("mtp")),
-        **sampling_lines(entry),
+        **_sampling_lines(entry),
         "folder": text_of(entry.get("folder") or "not on this machine"),
+        **_file_lines(entry.get("files")),
     }
     others = [f"{v['repository']} ({v['bits']}-bit)" for v in entry.get("variants") or ()]
     if others:
         lines["quantised"] = ", ".join(others)
-    return lines_text(lines)
+    return joined(f"{name:<11} {text}" for name, text in lines.items())
 
 
-def sampling_lines(entry: Json) -> dict[str, str]:
+def _sampling_lines(entry: Json) -> dict[str, str]:
     """The sampling of requests that name none, and what of the files is not used."""
     lines: dict[str, str] = {}
     if sampling := entry.get("sampling"):
@@ -220,9 +222,16 @@ def sampling_lines(entry: Json) -> dict[str, str]:
     return lines
 
 
-def lines_text(lines: Mapping[str, str]) -> str:
-    """Names, padded, and their values."""
-    return joined(f"{name:<11} {text}" for name, text in lines.items())
+def _file_lines(files: Json | None) -> dict[str, str]:
+    """How many tensors the files have, and what their MTP head is; empty for no files."""
+    if files is None:
+        return {}
+    head: Json = files["head"]
+    text = text_of(head.get("reason"))
+    if head["found"]:
+        bits = ", ".join(f"{each}-bit" for each in head["bits"]) or "not quantised"
+        text = f"found: {size(head['bytes'])}, {bits}, in {', '.join(head['files'])}"
+    return {"files": f"good: {files['tensors']} tensors", "MTP head": text}
 
 
 def recommendation_text(

@@ -1,5 +1,5 @@
-"""Models as lists show them: size, format, whether each fits, its MTP state in words; and a
-checkpoint's pre-flight. Blocks.
+"""Models as lists show them: size, format, whether each fits, its MTP state in words; and the files
+of a checkpoint. Blocks.
 
 `on_disk`, `catalogue` and `describe` are the lists of this machine alone, for commands that need no
 running node.
@@ -16,7 +16,6 @@ from ...placement.drafting import HeadState
 from ...placement.errors import InvalidCheckpoint
 from ...placement.fitting import Fit, fit
 from ...placement.ids import ModelId
-from ...placement.library import derive_card
 from ...placement.options import usual_context
 from ...placement.sampling_values import model_sampling
 from ...shard.checkpoint.checkpoint import read_checkpoint
@@ -26,8 +25,8 @@ from ...shard.checkpoint.vision import ADD_ENCODERS, has_extra
 from .library import FileFacts, KnownModel, ModelLibrary
 
 
-def check(library: ModelLibrary, folder: Path, view: ClusterView) -> dict[str, Any]:
-    """The facts of a checkpoint. Raises InvalidCheckpoint and InvalidCard if it would not load."""
+def check(folder: Path) -> dict[str, Any]:
+    """The facts of a checkpoint's files. Raises InvalidCheckpoint if it would not load."""
     checkpoint = read_checkpoint(folder)
     if not has_class(checkpoint.config):
         kind = checkpoint.config.get("model_type")
@@ -42,23 +41,13 @@ def check(library: ModelLibrary, folder: Path, view: ClusterView) -> dict[str, A
             "repository",
             param="tokenizer.json",
         )
-    size = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
-    card = derive_card(ModelId(folder.name), checkpoint.config, size)
     head = find_head(checkpoint)
     verdict: dict[str, Any] = {"found": False, "reason": getattr(head, "reason", "")}
     if isinstance(head, HeadFound):
         bits = sorted(set(head.bits.values()))
         verdict = {"found": True, "bytes": head.nbytes, "bits": bits, "files": list(head.files)}
-    files = library.file_facts(KnownModel(card, folder))
-    return {
-        "folder": str(folder),
-        "tensors": len(checkpoint.tensors),
-        "fingerprint": checkpoint.fingerprint,
-        "model_type": card.model_type,
-        **facts(card, fit(card, view), files),
-        "head": verdict,
-        "notes": list(files.notes),
-    }
+    facts = {"tensors": len(checkpoint.tensors), "fingerprint": checkpoint.fingerprint}
+    return {**facts, "head": verdict}
 
 
 READABLE: Final = 8.0
@@ -183,7 +172,7 @@ def catalogue(library: ModelLibrary, view: ClusterView) -> list[dict[str, Any]]:
 
 
 def describe(library: ModelLibrary, id: str, view: ClusterView) -> dict[str, Any]:
-    """A model's entry with its card and its folder.
+    """A model's entry with its card and its folder; of one on this disk what its files are.
 
     Raises ModelNotFound, InvalidCard and InvalidCheckpoint.
     """
@@ -193,7 +182,8 @@ def describe(library: ModelLibrary, id: str, view: ClusterView) -> dict[str, Any
     variants = [variant.model_dump() for variant in model.card.variants]
     notes = list(library.file_facts(model).notes)
     more = {"folder": folder, "card": card, "variants": variants, "notes": notes}
-    return {**_entry(library, model, view), **more}
+    files = {} if model.folder is None else {"files": check(model.folder)}
+    return {**_entry(library, model, view), **more, **files}
 
 
 def _entry(library: ModelLibrary, model: KnownModel, view: ClusterView) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`exo-node models check`, `graft` and `convert` as commands."""
+"""`exo-node models show`, `graft` and `convert` as commands."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ def test_a_graft_downloads_only_the_files_that_hold_the_head(tmp_path: Path) -> 
     folder = strip_head(DEMO, tmp_path / "models" / "me" / "conversion")
     environment = {"HF_HOME": str(tmp_path / "hf"), "EXO_DATA_DIR": str(tmp_path / "data")}
     models_dir = ("--models-dir", str(tmp_path / "models"))
-    before = exo_node("models", "check", "me/conversion", *models_dir, **environment)
+    before = exo_node("models", "show", "me/conversion", *models_dir, **environment)
     assert before.returncode == 0, before.stderr
     assert "they were stripped" in before.stdout and "models graft" in before.stdout
     hub = FakeHub(files)
@@ -34,8 +34,8 @@ def test_a_graft_downloads_only_the_files_that_hold_the_head(tmp_path: Path) -> 
     assert "with its MTP head" in process.stderr
     assert {name for name in hub.fetched() if name.endswith(".safetensors")} == holding
     assert isinstance(find_head(read_checkpoint(folder)), HeadFound)
-    after = exo_node("models", "check", "me/conversion", *models_dir, **environment)
-    assert "head found" in after.stdout and "8-bit" in after.stdout
+    after = exo_node("models", "show", "me/conversion", *models_dir, **environment)
+    assert "MTP head    found" in after.stdout and "8-bit" in after.stdout
     again = exo_node(
         "models", "graft", "me/conversion", "--from", str(DEMO), *models_dir, **environment
     )
@@ -58,16 +58,17 @@ def test_a_conversion_is_listed_and_has_its_head(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_would_not_load_is_named_with_file_and_remedy(tmp_path: Path) -> None:
     environment = {"HF_HOME": str(tmp_path / "hf"), "EXO_DATA_DIR": str(tmp_path / "data")}
-    folder = make_checkpoint(tmp_path / "m", "llama", vocab=4096)
-    assert exo_node("models", "check", str(folder), **environment).returncode == 0
+    folder = make_checkpoint(tmp_path / "models" / "m", "llama", vocab=4096)
+    environment["EXO_MODELS_DIR"] = str(tmp_path / "models")
+    assert exo_node("models", "show", "m", **environment).returncode == 0
     (folder / "tokenizer.json").rename(folder / "away")
-    lacking = exo_node("models", "check", str(folder), **environment)
+    lacking = exo_node("models", "show", "m", **environment)
     assert lacking.returncode == 1 and "tokenizer.json" in lacking.stderr
     (folder / "away").rename(folder / "tokenizer.json")
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    broken = exo_node("models", "check", str(folder), **environment)
+    broken = exo_node("models", "show", "m", **environment)
     assert broken.returncode == 1 and "truncated" in broken.stderr
     shutil.rmtree(folder)
-    missing = exo_node("models", "check", str(folder), **environment)
+    missing = exo_node("models", "show", "m", **environment)
     assert missing.returncode == 1 and "Traceback" not in missing.stderr

@@ -246,7 +246,7 @@ class PrefixDisk:
                 write_atomic(self._path(chain[0]), pieces)
                 self._touch(chain)
                 make_room(self._root, self._budget)  # the header is not in `size`
-            except FileNotFoundError:  # as by `exo-node cache clear`: it is done again
+            except FileNotFoundError:  # somebody deleted the folder: it is done again
                 self._is_unwritten = True
             self._sizes = _sizes_in(self._folder)
         except _RequestBegan:

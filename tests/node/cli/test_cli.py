@@ -79,7 +79,7 @@ def test_help_imports_nothing_slow_and_names_every_command() -> None:
     assert "--install-completion" in result.stdout
 
 
-@pytest.mark.parametrize("group", ["models", "token", "cache", "service", "bench"])
+@pytest.mark.parametrize("group", ["models", "token", "service", "bench"])
 def test_the_sentences_of_a_groups_commands_are_whole(group: str) -> None:
     listed = exo_node(group, "--help").stdout.split("Commands:")[1]
     assert len(listed.splitlines()) > 2 and "..." not in listed, listed

@@ -1,4 +1,4 @@
-"""The event log, its stream over HTTP, and the lines that the command prints."""
+"""The event log, and its stream over HTTP."""
 
 import asyncio
 import json
@@ -8,14 +8,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from api_stub import as_events, exo_node, serve_stub
 from fakes import FakeChat, FakeOperations
 from http_node import no_files, serving_fakes
 
 from exo_node.node.api.http.sse import comment
 from exo_node.node.api.operations.events_api import EventsApi
 from exo_node.node.api.server import HttpServer, Services, build_app
-from exo_node.node.cli.events import event_line
 from exo_node.node.machine.events import BACKLOG, EventLog
 from exo_node.node.machine.timing import LOCAL
 
@@ -222,33 +220,6 @@ async def test_silence_is_filled_with_comments() -> None:
     scope: dict[str, Any] = {"type": "http", "method": "GET", "path": "/v1/events", "headers": []}
     await route.app({**scope, "query_string": b""}, receive, send)
     assert bodies[2:5] == [comment("no news")] * 3
-
-
-# ---------------------------------------------------------------------------- the command
-
-
-def event(number: int, text: str) -> str:
-    body = {"id": f"ab-{number}", "sequence": number, "time": 0.0, "kind": "joined", "text": text}
-    return f"id: ab-{number}\nevent: joined\ndata: {json.dumps({**body, 'facts': {}})}"
-
-
-def test_the_command_prints_a_line_for_each_event() -> None:
-    path = "/v1/events?follow=0&limit=100&scope=cluster"
-    with serve_stub() as stub:
-        stub.replies[path] = as_events(event(1, "desk joined"), ": no news", event(2, "desk left"))
-        result = exo_node("events", "--port", str(stub.port))
-        assert result.returncode == 0, result.stderr
-        assert [row.split(" ", 1)[1] for row in result.stdout.splitlines()] == [
-            "desk joined",
-            "desk left",
-        ]
-        stub.replies[path.replace("0&limit=100", "1&limit=5")] = as_events(event(1, "desk joined"))
-        result = exo_node("events", "-f", "--limit", "5", "--json", "--port", str(stub.port))
-        assert [json.loads(row)["text"] for row in result.stdout.splitlines()] == ["desk joined"]
-
-
-def test_a_peers_name_cannot_draw_on_the_terminal() -> None:
-    assert "\x1b" not in event_line({"time": 0.0, "text": "\x1b[2Jdesk joined"})
 
 
 def test_one_listener_too_many_is_refused_and_told_how_else(

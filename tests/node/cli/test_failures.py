@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import typer
-from api_stub import Stub, as_events, as_json, exo_node, in_process
+from api_stub import Stub, as_json, exo_node, in_process
 from models import make_checkpoint
 from typer.testing import CliRunner
 
@@ -31,7 +31,7 @@ def failed(*arguments: str, stdin: str = "", **extra: str) -> tuple[int, dict[st
     return result.returncode, body["error"]
 
 
-@pytest.mark.parametrize("command", [["status"], ["stop"], ["chat", "hi"], ["nodes"], ["events"]])
+@pytest.mark.parametrize("command", [["status"], ["stop"], ["chat", "hi"], ["nodes"]])
 def test_without_a_node_the_remedy_is_apart(command: list[str]) -> None:
     status, error = failed(*command)
     assert (status, error["code"]) == (69, "no_node")
@@ -98,15 +98,6 @@ def test_the_apis_code_and_words_are_passed_on(
         "code": code,
         **({} if remedy is None else {"remedy": remedy}),
     }
-
-
-def test_what_was_printed_before_the_error_stays(stub: Stub) -> None:
-    event = 'data: {"time": 0, "text": "desk joined"}'
-    fault = {"error": {"message": "the head was lost", "code": "peer_lost"}}
-    stub.replies["/v1/events?follow=1&limit=100&scope=node"] = as_events(event, fault)
-    result = exo_node("events", "-f", "--node", "--json", "--port", str(stub.port))
-    assert json.loads(result.stdout)["text"] == "desk joined"
-    assert (result.returncode, json.loads(result.stderr)["error"]["code"]) == (75, "peer_lost")
 
 
 def test_a_prompt_that_says_json_asks_for_none() -> None:

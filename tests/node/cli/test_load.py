@@ -1,4 +1,4 @@
-"""`exo-node models load`, `unload` and `replicas`, over a stub of the node."""
+"""`exo-node models load` and `unload`, over a stub of the node."""
 
 import json
 from typing import Any
@@ -12,53 +12,6 @@ READY = {"id": "p", "model": "demo", "status": "ready"}
 LOADING = {"id": "q", "model": "demo", "status": "loading"}
 OTHER = {"id": "r", "model": "other", "status": "ready"}
 NO_ROOM = "no other nodes have room for one: demo needs 0.1 GB"
-
-
-@pytest.mark.parametrize(
-    ("count", "sent", "desired", "placements", "missing", "text"),
-    [
-        ("2", 2, 2, [READY, {**READY, "id": "q"}, OTHER], None, "demo: 2 of 2 answer now"),
-        ("2", 2, 2, [READY, OTHER], NO_ROOM, f"demo: 1 of 2 answer now; {NO_ROOM}"),
-        ("3", 3, 3, [READY, LOADING], "the next one is about to be loaded", "1 of 3 answer now"),
-        ("auto", "auto", 1, [READY], None, "demo: 1 answer now; others follow when answers share"),
-    ],
-)
-def test_the_number_is_sent_and_what_became_of_it_is_said(
-    stub: Stub, count: str, sent: object, desired: int, placements: object, missing: str, text: str
-) -> None:
-    reply = {**READY, "replicas": desired, "replicas_missing": missing, "data": placements}
-    stub.replies["/v1/placements"] = as_json(reply)
-    result = in_process("replicas", "--port", str(stub.port), "demo", count)
-    assert result.exit_code == 0, result.output
-    assert stub.bodies == [{"model": "demo", "replicas": sent}]
-    assert text in " ".join(result.output.split())
-
-
-def test_options_that_an_earlier_load_gave_are_named_with_what_drops_them(stub: Stub) -> None:
-    state = {"replicas": 3, "replicas_missing": "for a second no node is left"}
-    placement = {**READY, **state, "asked_for": "at least 3 nodes"}
-    stub.replies["/v1/placements"] = as_json({**placement, "data": [placement]})
-    result = in_process("replicas", "--port", str(stub.port), "demo", "3")
-    assert " ".join(result.output.split()) == (
-        "demo: 1 of 3 answer now; for a second no node is left; each is placed as was asked for "
-        "(at least 3 nodes); `exo-node models load demo --replicas 3` drops that"
-    )
-
-
-def test_json_has_the_copies_of_that_model(stub: Stub) -> None:
-    reply = {**READY, "replicas": 2, "data": [READY, LOADING, OTHER]}
-    stub.replies["/v1/placements"] = as_json(reply)
-    result = in_process("replicas", "--json", "--port", str(stub.port), "demo", "2")
-    printed = json.loads(result.stdout)
-    assert (printed["ready"], [each["id"] for each in printed["placements"]]) == (1, ["p", "q"])
-
-
-@pytest.mark.parametrize("count", ["0", "9", "-1", "two", "", "²"])
-def test_another_number_is_refused_before_anything_is_sent(stub: Stub, count: str) -> None:
-    result = in_process("replicas", "--port", str(stub.port), "demo", "--", count)
-    assert result.exit_code == 2
-    assert "no number from 1 to 8, nor auto" in " ".join(result.output.split())
-    assert stub.bodies == []
 
 
 PLACED = {**READY, "context_length": 40960, "reason": "one node holds it", "replicas": 1}
@@ -93,13 +46,21 @@ def test_flags_of_a_load_become_the_fields_of_the_api(
     assert stub.bodies == [{"model": "demo", **fields}]
 
 
-def test_a_load_says_the_context_the_reason_and_how_many_copies_answer(stub: Stub) -> None:
-    reply = {**PLACED, "kv_bits": 8, "replicas": 2, "replicas_missing": NO_ROOM, "data": [READY]}
-    stub.replies["/v1/placements"] = as_json(reply)
-    text = " ".join(load(stub, "--replicas", "2").output.split())
-    assert text == (
+@pytest.mark.parametrize(
+    ("placements", "text"),
+    [
+        ([READY, {**READY, "id": "q"}, OTHER], "2 of 2 answer now"),
+        ([READY, LOADING, OTHER], f"1 of 2 answer now; {NO_ROOM}"),
+    ],
+)
+def test_a_load_says_the_context_the_reason_and_how_many_copies_answer(
+    stub: Stub, placements: object, text: str
+) -> None:
+    missing = {"replicas_missing": NO_ROOM, "data": placements}
+    stub.replies["/v1/placements"] = as_json({**PLACED, "kv_bits": 8, "replicas": 2, **missing})
+    assert " ".join(load(stub, "--replicas", "2").output.split()) == (
         "demo is loaded, with 40960 tokens of context, caches of 8 bits: one node holds it "
-        f"demo: 1 of 2 answer now; {NO_ROOM}"
+        f"demo: {text}"
     )
 
 
@@ -113,7 +74,10 @@ def test_json_of_a_load_is_the_placement(stub: Stub) -> None:
     [
         (["--layers", "a=8"], "'layers' has 'a=8'; write node:number"),
         (["--layers", ""], "'layers' has ''; write node:number"),
-        (["--replicas", "9"], "'9' is no number from 1 to 8, nor auto"),
+        *(
+            (["--replicas", n], f"'{n}' is no number from 1 to 8")
+            for n in ("0", "9", "two", "", "²")
+        ),
         (["--context", "0"], "greater than or equal to 1"),
     ],
 )
