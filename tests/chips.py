@@ -11,9 +11,7 @@ Times are as published: before the M3 two rows of a dense product take 2.9 times
 `on_chip` patches MLX in this process; in a runner's process `chip_runner.py` does.
 """
 
-# mlx is typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false
 
 import sys
 import zlib

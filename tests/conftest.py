@@ -102,7 +102,6 @@ SLOW_FILES = {
         "processes/test_hostile_images",
         "processes/test_image_runners",
         "processes/test_embeddings",
-        "processes/test_picture_answers",
         "processes/test_head_change",
         "bench/serve/test_serve",
         "processes/test_bench_serve",

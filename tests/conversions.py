@@ -1,8 +1,5 @@
 """Checkpoints without a head, as conversions write them, and requests for conversions."""
 
-# mlx is typed in part only.
-# pyright: reportUnknownMemberType=false
-
 import json
 import shutil
 from pathlib import Path

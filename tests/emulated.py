@@ -3,8 +3,6 @@
 Outputs start as NaN, so that missing writes show.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-
 import hashlib
 import os
 import shutil

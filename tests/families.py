@@ -1,9 +1,5 @@
 """Families with their oracle's checkpoints and numbers, as a runner holds them."""
 
-# mlx and mlx_lm are typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 import functools
 import json
 from collections.abc import Mapping, Sequence

@@ -1,9 +1,5 @@
 """GGUF files of tiny models, written by the `gguf` package, with its own names of tensors."""
 
-# mlx and gguf are typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 import importlib
 import json
 from collections.abc import Mapping

@@ -5,10 +5,6 @@ mlx-lm loaded itself. `bench/identity_matrix.py` runs all cases, `test_identity_
 in which every two values that can meet do.
 """
 
-# mlx and mlx_lm are typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass

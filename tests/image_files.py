@@ -1,8 +1,5 @@
 """Image files that clients may send: what each must be read as, or why it is refused."""
 
-# numpy and Pillow are typed in part only.
-# pyright: reportUnknownMemberType=false
-
 import gzip
 import io
 import struct

@@ -1,9 +1,5 @@
 """Random inputs of kernels, and their results in plain operations."""
 
-# mlx and mlx_lm are typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 from dataclasses import dataclass
 from typing import Any
 

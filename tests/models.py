@@ -1,8 +1,5 @@
 """Makes tiny random checkpoints of several families, in the layouts that publishers use."""
 
-# mlx's stubs leave the types of tree_flatten and save_safetensors partly unknown.
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
-
 import importlib
 import json
 import shutil

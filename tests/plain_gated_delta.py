@@ -4,10 +4,6 @@ A layer with this kernel leaves the same after a forward as a CUDA kernel: the c
 the state after every row, and `RowChoice` if requests keep different numbers of rows.
 """
 
-# mlx is typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 from dataclasses import replace
 from typing import Any
 

@@ -6,9 +6,6 @@ number of results that tools have given, so whatever a client sends, after any n
 at any temperature, the answer is the same.
 """
 
-# mlx's stubs leave the types of save_safetensors partly unknown.
-# pyright: reportUnknownMemberType=false
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,9 +4,7 @@ Each wraps every linear layer of a loaded model, experts and routers among them,
 written into the caches too.
 """
 
-# mlx and mlx_lm are typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
+# pyright: reportUnknownParameterType=false
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -4,9 +4,6 @@ For claims that hold whatever the weights are. The embedding of the last token d
 next one: a head that sees it alone drafts right about every second time.
 """
 
-# mlx's stubs leave the types of load and save_safetensors partly unknown.
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
-
 import functools
 import tempfile
 from collections.abc import Sequence

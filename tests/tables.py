@@ -3,9 +3,6 @@
 Their caches are mlx-lm's own and hold ids, so that a test can read what was kept.
 """
 
-# mlx is typed in part only.
-# pyright: reportUnknownMemberType=false
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast

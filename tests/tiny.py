@@ -1,8 +1,5 @@
 """Tiny random models in memory, their weights a function of the seed alone."""
 
-# mlx's stubs leave the types of quantize and tree_flatten partly unknown.
-# pyright: reportUnknownMemberType=false
-
 from typing import Any
 
 import mlx.core as mx

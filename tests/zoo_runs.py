@@ -1,9 +1,5 @@
 """A tiny model of one class, decoded by mlx-lm, on one node and as two stages in this process."""
 
-# mlx and mlx_lm are typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 import json
 import time
 from collections.abc import Mapping, Sequence

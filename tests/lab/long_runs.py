@@ -1,8 +1,5 @@
 """Long answers under observation: the rows of the head, and memory."""
 
-# mlx is typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
-
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,9 +1,5 @@
 """Caches in a batch hold, row by row, what they hold alone."""
 
-# mlx and mlx_lm are typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 import copy
 from typing import Any, cast
 

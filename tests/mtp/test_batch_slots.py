@@ -1,9 +1,5 @@
 """Requests that join and leave a batch where it is have the rows that they have alone."""
 
-# mlx and mlx_lm are typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 import random
 from typing import Any
 

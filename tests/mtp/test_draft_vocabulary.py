@@ -1,8 +1,5 @@
 """Drafting from a prefix of the vocabulary: the same logits, less read, the same answers."""
 
-# mlx's stubs leave the types of eval and parameters partly unknown.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-
 from typing import Any
 
 import mlx.core as mx

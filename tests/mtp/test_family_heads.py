@@ -1,9 +1,5 @@
 """Heads of every layout are loaded by every family, or refused with the reason."""
 
-# mlx and mlx_lm are typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 import subprocess
 import sys
 from pathlib import Path

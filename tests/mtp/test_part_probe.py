@@ -1,8 +1,5 @@
 """The part of a model that differs in blocks is found, and none where all agree."""
 
-# mlx is typed in part only.
-# pyright: reportUnknownMemberType=false
-
 from time import perf_counter
 from typing import Any
 

@@ -3,10 +3,6 @@
 The shims for such backends perturb linear layers, cache writes included.
 """
 
-# mlx and mlx_lm are typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

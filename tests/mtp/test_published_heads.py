@@ -5,7 +5,6 @@ weights here are random.
 """
 
 # mlx's stubs leave the type of load partly unknown.
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
 
 import functools
 import json

@@ -1,8 +1,5 @@
 """Rolled back caches are, bit for bit, those of rows that were never written."""
 
-# mlx and mlx_lm are typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,8 +1,5 @@
 """Mamba2 layers with a tape: blocks compute what single steps do, and rows can be taken back."""
 
-# mlx and mlx_lm are typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-
 import copy
 from collections.abc import Sequence
 from typing import Any

@@ -1,9 +1,5 @@
 """A head is filled right from every layout that publishers use, or refused with the reason."""
 
-# mlx's stubs leave the types of quantize and tree_flatten partly unknown.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, cast

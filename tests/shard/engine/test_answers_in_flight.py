@@ -127,29 +127,6 @@ def test_of_a_request_that_is_cancelled_while_its_message_is_in_flight_nothing_s
     assert not scene.pipeline.leftovers
 
 
-@pytest.mark.parametrize("is_computed", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("count", [1, 2])
-def test_of_those_that_are_cancelled_while_their_round_is_in_flight_nothing_stays(
-    count: int, is_computed: bool
-) -> None:
-    """Their rows are computed, and nobody reads them; the others have theirs."""
-    scene = Scene(TWO)
-    readers = [scene.ask(asks(prompt(i), 12)) for i in range(5)]
-    message = scene.until(lambda message: len(message.keys) == 3)
-    lost_readers = [reader for reader in readers if (reader.request.name, 1) in message.keys][
-        :count
-    ]
-    if is_computed:
-        scene.link.compute(message)
-    for reader in lost_readers:
-        scene.cancel(reader)
-    assert message.trip is not None and not message.trip.is_back
-    scene.finish()
-    assert all(tokens_of(r) == alone(r.request) for r in readers if r not in lost_readers)
-    assert all(tokens_of(r) == alone(r.request)[: len(r.rounds)] for r in lost_readers)
-    assert not scene.pipeline.leftovers
-
-
 @pytest.mark.smoke
 def test_an_answer_waits_while_all_its_messages_are_in_flight() -> None:
     scene = Scene()
@@ -211,21 +188,6 @@ def test_prompts_of_one_forward_set_out_as_far_as_they_keep_all_stages_busy() ->
     assert [message.kind for message in scene.link.in_flight] == ["chunk"] * 3
     scene.finish()
     assert all(tokens_of(reader) == alone(reader.request) for reader in readers)
-
-
-def test_a_log_of_one_round_is_followed_by_rows_when_the_prompt_is_back() -> None:
-    """Nothing but the prompt's forward gave it."""
-    scene = Scene()
-    engine_request = asks(LONG, 6)
-    earlier = scene.answered(engine_request)
-    after = scene.ask(replace(engine_request, attempt=2, replay=tuple(earlier.rounds[:1])))
-    scene.settle()
-    while scene.link.in_flight[0].kind == "chunk":
-        assert {message.kind for message in scene.link.in_flight} == {"chunk"}
-        scene.bring(scene.link.in_flight[0])
-    assert [message.kind for message in scene.link.in_flight] == ["round"]
-    scene.finish()
-    assert tokens_of(earlier)[:1] + tokens_of(after) == alone(engine_request)
 
 
 def test_groups_on_their_way_come_back_in_any_order() -> None:

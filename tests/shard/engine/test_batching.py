@@ -18,7 +18,6 @@ from zoo import VOCABULARY, tiny_config
 from zoo_runs import small
 
 from exo_node.mtp.targets import FamilyTarget
-from exo_node.mtp.types import Sampling
 from exo_node.placement.config import hidden_size
 from exo_node.shard.engine import prefill_forward
 from exo_node.shard.engine import request as requests
@@ -66,26 +65,6 @@ def test_random_joins_cancels_and_stalls_leave_every_answer_its_own(
     driven(served, readers)
     assert_as_alone(readers)
     assert served.live_requests == 0 and served.cache_bytes() == 0
-
-
-@pytest.mark.parametrize("k", [0, 1, 3])
-def test_sampling_without_a_seed_uses_the_same_noise_as_alone(
-    monkeypatch: pytest.MonkeyPatch, k: int
-) -> None:
-    """Rounds begin at the same rows with a fixed K, so that block and ratio acceptance agree."""
-
-    def entropy(bits: int) -> int:
-        return 20261122 % (1 << bits)
-
-    monkeypatch.setattr("exo_node.shard.engine.answers.text_engine.secrets.randbits", entropy)
-    hot = Sampling(temperature=1.0, top_p=0.9)
-    readers = [Reader(request(prompt(i), k, 24, sampling=hot), begins=4 * i) for i in range(5)]
-    driven(engine(), readers)
-    for reader in readers:
-        expected = alone(reader.request)
-        assert tuple(reader.ids) == expected.ids
-        rounds = [(r.drafted, r.accepted, r.forward.position) for r in reader.rounds]
-        assert rounds == [(r.drafted, r.accepted, r.forward.position) for r in expected.rounds]
 
 
 @both_ways
@@ -140,16 +119,6 @@ def test_what_follows_is_computed_first_only_where_that_takes_nobodys_time(
     monkeypatch.setattr(FamilyTarget, "forward_batch", counted)
     driven(engine(runs_ahead=ahead), [Listener(request(prompt(i), 0, 20)) for i in range(3)])
     assert max(further) == (2 if ahead else 0)
-
-
-def test_one_alone_never_sees_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise AssertionError("it was alone")
-
-    monkeypatch.setattr(cache_set, "left_aligned", fail)
-    got = answer(engine(), request(prompt(0), 3, 40))
-    assert {r.forward.batch for r in got.rounds} == {1}
-    assert got.stats.batched_tokens == 0 and got.stats.batch_size == 1
 
 
 def test_what_is_not_batched_says_why() -> None:

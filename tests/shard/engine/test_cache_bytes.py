@@ -1,8 +1,5 @@
 """The bytes of caches: what a card counts for a token, what is evaluated and measured here."""
 
-# mlx and mlx_lm are typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-
 import ast
 import importlib
 from collections.abc import Callable

@@ -1,9 +1,5 @@
 """A token whose embedding is no number harms the answers that choose it, and no other ones."""
 
-# mlx is typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 import functools
 from typing import Any
 

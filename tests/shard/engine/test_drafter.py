@@ -5,10 +5,6 @@ was off for a while drafted from a cache with a gap. vllm-mlx#82: hidden, embedd
 not agree in rows.
 """
 
-# mlx is typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 import random
 from dataclasses import dataclass, field
 from typing import Any

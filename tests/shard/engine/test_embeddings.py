@@ -1,8 +1,5 @@
 """Embeddings are transformers', alone and in batches, however the engine comes to them."""
 
-# mlx's stubs leave the types of save_safetensors and of a module's values partly unknown.
-# pyright: reportUnknownMemberType=false
-
 from pathlib import Path
 from typing import Any
 

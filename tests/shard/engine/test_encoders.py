@@ -1,8 +1,5 @@
 """Encoders' embeddings are transformers', alone and in batches; other encoders are refused."""
 
-# mlx's stubs leave the types of save_safetensors and of a module's values partly unknown.
-# pyright: reportUnknownMemberType=false
-
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path

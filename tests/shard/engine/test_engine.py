@@ -180,12 +180,3 @@ def test_penalties_give_mlx_lms_ids_at_every_k(exact: TextEngine, penalties: Sam
         got = answer(exact, engine_request)
         assert list(got.ids) == expected
         assert k == 0 or got.stats.accepted_draft_tokens > 0
-
-
-def test_costs_are_measured_for_every_depth_and_leave_nothing_behind(exact: TextEngine) -> None:
-    costs = exact.measurements.costs(PROMPT, 3, 1)
-    assert len(costs.verify) == 4
-    assert len(costs.draft) == 3
-    assert all(seconds > 0 for seconds in (*costs.verify, *costs.draft))
-    again = answer(exact, request(PROMPT, 3, 40))
-    assert again.rounds == answer_of(exact, 3, 40).rounds

@@ -10,7 +10,7 @@ import pytest
 from budget import seeds
 from driven import driven
 from engines import changed, engine_of, request
-from held_prefixes import cache_of, counted, nodes, prefix_of
+from held_prefixes import cache_of, counted, nodes
 from mlx_lm.models.cache import KVCache
 from readers import Reader, alone, loaded, prompt
 from small import small_spec
@@ -241,30 +241,6 @@ def test_a_prefix_that_a_resting_head_left_gives_the_same_answer_and_drafts(benc
         [(r.drafted, r.accepted, r.forward.position) for r in x.rounds] for x in (again, anew)
     ]
     assert rounds[0] == rounds[1] and sum(accepted for _, accepted, _ in rounds[0]) > 0
-
-
-def test_hidden_states_on_which_later_rows_stand_do_not_go_before_them(bench: Bench) -> None:
-    served = taught(bench, prefix_cache_bytes=256 << 20)
-    ids = prompt(5, 500)
-    driven(served, [Reader(default(ids)), *crowd(3, 200)])
-    cache = cache_of(served)
-    for room in range(cache.size, 0, -cache.size // 12):
-        cache.evict(cache._budget - room)  # pyright: ignore[reportPrivateUsage]
-        _ = counted(cache)
-        reader = Reader(request([*ids[:-2], 7, 8], 2, TOKENS, ignore_eos=True))
-        prefix = prefix_of(served, reader.request)
-        if prefix is not None and prefix.draft is not None:
-            assert prefix.draft.rows + prefix.draft.unread_rows == prefix.rows
-
-
-def test_a_batch_may_change_before_its_head_has_read_anything(bench: Bench) -> None:
-    """One leaves and one joins while nobody has drafted."""
-    served = watched(bench)
-    engine_request = [default(prompt(i, 20), tokens) for i, tokens in enumerate((3, 20, 20, 20))]
-    readers = [Reader(each, begins=6 * (i > 2)) for i, each in enumerate(engine_request)]
-    driven(served, readers)
-    assert max(r.forward.batch for r in readers[-1].rounds) > 2
-    assert_as_alone(readers)
 
 
 def test_a_head_that_rests_is_not_woken_for_a_moment() -> None:

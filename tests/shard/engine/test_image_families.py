@@ -1,8 +1,5 @@
 """Answers to prompts with images, in every family: what transformers' whole model answers."""
 
-# mlx is typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-
 import itertools
 import time
 from dataclasses import replace

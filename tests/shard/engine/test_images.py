@@ -1,9 +1,5 @@
 """Images beside prefixes, prompts, penalties and copies; every family: test_image_families.py."""
 
-# mlx is typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 import time
 from dataclasses import replace
 from pathlib import Path

@@ -1,9 +1,5 @@
 """Caches of 4 and 8 bits: drafts, prefixes, splits and rollback give what they give without."""
 
-# mlx and mlx_lm are typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 import functools
 from collections.abc import Sequence
 from typing import Any

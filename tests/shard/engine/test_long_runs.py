@@ -2,9 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import mlx.core as mx
 import pytest
 from engines import ORACLE, whole_engine
 from long_runs import (
@@ -15,7 +13,6 @@ from long_runs import (
 )
 from models import make_checkpoint
 
-from exo_node.shard.engine import batch
 from exo_node.shard.engine.answers.text_engine import TextEngine
 
 PROMPT: list[int] = ORACLE[0]["prompt_ids"]
@@ -55,23 +52,3 @@ def test_memory_does_not_grow_with_the_answer(
     samples = sampled(tiny, k)
     assert growth(samples) < GROWTH
     assert kept_after_clearing(samples, CLEAR_EVERY) < KEPT
-
-
-def test_the_same_check_finds_a_leak(tiny: TextEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    leaked: list[mx.array] = []
-    judged = batch.verdict_of
-
-    def leaking(requests: Any, logits: mx.array, *rest: Any) -> Any:
-        leaked.append(logits)
-        return judged(requests, logits, *rest)
-
-    monkeypatch.setattr(batch, "verdict_of", leaking)
-    assert growth(sampled(tiny, 2)) > 200_000
-
-
-@pytest.mark.parametrize("k", [0, 2])
-def test_the_same_check_finds_buffers_that_are_never_freed(
-    tiny: TextEngine, monkeypatch: pytest.MonkeyPatch, k: int
-) -> None:
-    monkeypatch.setattr("exo_node.shard.engine.engine.CLEAR_EVERY", 1_000_000)
-    assert kept_after_clearing(sampled(tiny, k), CLEAR_EVERY) > KEPT

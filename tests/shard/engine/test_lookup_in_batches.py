@@ -177,23 +177,6 @@ def test_members_join_and_leave_in_the_middle(seed: int) -> None:
     assert sum(shared_copies(reader) for reader in readers)
 
 
-@pytest.mark.parametrize("numbers", [[1], [1, 2]], ids=["alone", "together"])
-def test_after_prefixes(numbers: list[int]) -> None:
-    """The whole prompt is indexed, its cached rows too."""
-    served = copying(prefix_cache_bytes=1 << 26)
-    requests = [repeating(number, 1) for number in numbers]
-    long = [changed(r, prompt=[*prompt(9, 300), *r.prompt]) for r in requests]
-    copies = 0
-    for attempt in range(2):
-        readers = [Reader(changed(r, name=f"{attempt}-{i}")) for i, r in enumerate(long)]
-        together(served, readers)
-        assert_plain(readers)
-        rounds = [r for reader in readers for r in reader.rounds if r.is_copied]
-        copies += sum(len(numbers) == 1 or r.forward.batch > 1 for r in rounds)
-    assert all(reader.end and reader.end.stats.cached_tokens for reader in readers)  # pyright: ignore
-    assert copies
-
-
 @pytest.mark.smoke
 @pytest.mark.parametrize(
     ("body", "others"),

@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 from clocks import Clock
 from engines import answer, engine_of, load_quietly, request
 from pipelines import TWO
-from readers import Reader, prompt, together
+from readers import prompt, together
 from shims import by_rows, perturb
 from small import small_engine, small_spec
 from staged_readers import alone as staged_alone
@@ -258,17 +258,6 @@ def plain(served: Parameters) -> tuple[int, ...]:
     return answer(solo, request(rows, 0, tokens, ignore_eos=True)).ids
 
 
-def measures_on(served: TextEngine) -> Callable[[int], None]:
-    """Does all pieces after the fourth turn of readers, whose answers are in progress."""
-
-    def each(turn: int) -> None:
-        while turn == 4 and not measuring_of(served).is_done:
-            assert served._engine.keys
-            _ = measuring_of(served).step(idle=False)
-
-    return each
-
-
 def test_before_it_is_measured_an_answer_uses_nothing_and_says_so() -> None:
     served = unmeasured()
     got = answer(served, asked())
@@ -329,25 +318,6 @@ def test_an_error_that_no_measurement_expects_is_the_reason_of_answers(
     got = answer(served, asked())
     assert got.ids == plain(asked())
     assert "AssertionError: too much" in getattr(got.stats, field)
-
-
-@pytest.mark.smoke
-def test_answers_in_progress_keep_to_what_they_began_with() -> None:
-    """All measurements come in between their tokens; the next answers use them."""
-    served = unmeasured()
-    readers = [Reader(asked()), Reader(asked(1, 24))]
-    together(served, readers, measures_on(served))
-    for reader in readers:
-        assert tuple(reader.ids) == plain(reader.request)
-        assert {(r.drafted, r.forward.batch) for r in reader.rounds} == {(0, 1)}
-        assert reader.end is not None and reader.end.stats.batching_reason == NOT_MEASURED
-        assert reader.end.stats.drafting_reason == reader.end.stats.lookup_reason == NOT_MEASURED
-    later = [Reader(asked(), begins=0), Reader(asked(1, 24), begins=0)]
-    together(served, later)
-    for reader in later:
-        assert tuple(reader.ids) == plain(reader.request)
-        assert sum(r.drafted for r in reader.rounds)
-        assert max(r.forward.batch for r in reader.rounds) == 2
 
 
 def test_a_request_waits_for_one_piece_at_most_while_two_come() -> None:
@@ -418,20 +388,6 @@ def test_rounds_that_were_drafted_elsewhere_are_resumed_without_drafts() -> None
         log: Sequence[Round] = whole.rounds[:cut]
         rest = answer(unmeasured(), asked(attempt=2, replay=log))
         assert tuple(t for r in log for t in r.tokens) + rest.ids == whole.ids
-
-
-def test_a_stopped_measurement_is_continued_by_the_next_load(tmp_path: Path) -> None:
-    first = unmeasured(tmp_path)
-    while first.measurements.identity == "off":
-        assert first.step()
-    second = unmeasured(tmp_path)  # the first one's process was killed
-    assert second.measurements.identity == "bitwise" and not second.drafting.refusal
-    assert second.measurements.batching_reason == second.lookup.refusal == NOT_MEASURED
-    while second.step():
-        pass
-    third = unmeasured(tmp_path)
-    assert third.measurements.batch_identity == "bitwise"
-    assert (third.lookup.refusal, third.measurements.batching_reason) == ("", "")
 
 
 def test_drafts_that_cannot_be_measured_stay_off_and_are_logged_once(

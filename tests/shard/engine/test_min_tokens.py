@@ -18,8 +18,6 @@ LEAST, MOST = 19, 32
 END = min(engine().codec.end_tokens)
 GREEDY = Sampling(logit_bias=((END, 60.0),), min_tokens=LEAST)
 """Without a least number of tokens the answer is empty."""
-SEEDED = replace(GREEDY, temperature=0.9, top_k=40, seed=11)
-FREE = replace(GREEDY, temperature=0.9)
 PROMPT = [*prompt(1), *prompt(1)]
 
 
@@ -32,23 +30,9 @@ def plain(sampling: Sampling) -> Answer:
     return alone(parameters(sampling=sampling))
 
 
-def assert_right(got: Answer, before: tuple[int, ...] = (), sampling: Sampling = GREEDY) -> None:
-    ids = (*before, *got.ids)
-    assert len(ids) == LEAST + 1
-    assert [token == END for token in ids] == [False] * LEAST + [True]
-    assert got.end.reason == "stop"
-    assert ids == plain(sampling).ids or sampling is FREE
-
-
 def test_without_it_the_answer_ends_at_once() -> None:
     got = alone(parameters(sampling=replace(GREEDY, min_tokens=0)))
     assert got.ids == (END,)
-
-
-@pytest.mark.parametrize("k", range(4))
-@pytest.mark.parametrize("sampling", [SEEDED, FREE], ids=["seeded", "free"])
-def test_any_number_of_drafts_gives_the_same_ids(sampling: Sampling, k: int) -> None:
-    assert_right(alone(parameters(k, sampling)), sampling=sampling)
 
 
 @pytest.mark.parametrize("k", [0, 2])
@@ -76,15 +60,6 @@ def test_each_answer_of_a_batch_has_its_own_least() -> None:
         assert len(reader.ids) == sampling.min_tokens + 1
         assert tuple(reader.ids) == alone(changed(reader.request, num_draft_tokens=0)).ids
     assert max(each.forward.batch for r in readers for each in r.rounds) > 1
-
-
-@pytest.mark.parametrize("k", [0, 3])
-def test_a_resumed_answer_counts_what_came_before(k: int) -> None:
-    first = alone(parameters(k, SEEDED))
-    for cut in (1, len(first.rounds) // 2, len(first.rounds) - 1):
-        log = first.rounds[:cut]
-        got = answer(engine(), parameters(k, SEEDED, attempt=2, replay=log))
-        assert_right(got, tuple(t for r in log for t in r.tokens), SEEDED)
 
 
 @pytest.mark.parametrize("k", [0, 2])

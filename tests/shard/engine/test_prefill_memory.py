@@ -3,10 +3,6 @@
 A chunk's own peak is measured by itself: a forward of as many rows over caches as long.
 """
 
-# mlx and mlx_lm are typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,29 +69,6 @@ def test_a_prompts_peak_is_its_caches_and_at_most_one_and_a_half_chunks(
     alone, caches = limits
     assert peak_of(engine, IDS) <= caches + 1.5 * alone
     assert alone > 4 * CHUNK * ROWS * 4 / 2, "else nothing of a chunk was measured"
-
-
-def test_a_prompt_whose_chunks_are_not_computed_one_by_one_would_show(
-    loaded: Loaded, limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A seeded fault: all chunks are left to the first token."""
-    engine = engine_of(loaded, whole())
-    alone, caches = limits
-    for module in ("prefill_forward", "executor"):
-        monkeypatch.setattr(f"exo_node.shard.engine.{module}.mx", _Lazy())
-    assert peak_of(engine, IDS) > caches + 1.5 * alone
-
-
-class _Lazy:
-    """mlx.core, which here computes nothing before it must."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(mx, name)
-
-    def eval(self, *_: object) -> None:
-        pass
-
-    async_eval = eval
 
 
 def _read(loaded: Loaded) -> list[Any]:

@@ -1,8 +1,5 @@
 """A forward over prompts in parts: how long one takes, and that nothing but its time changes."""
 
-# mlx-lm has no types of its own.
-# pyright: reportUnknownMemberType=false
-
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -13,17 +10,13 @@ from clocks import Clock
 from engines import load_quietly
 from mlx_lm.models.cache import KVCache
 from small import small_spec
-from zoo import tiny_config
-from zoo_runs import small
 
 from exo_node.mtp.caches.rollback import cache_arrays, with_tapes
 from exo_node.mtp.placed_rope import RopePositions
 from exo_node.mtp.seams import ForwardOutput, Want, as_row
 from exo_node.mtp.targets import WholeTarget
-from exo_node.shard.engine.pipeline_executor import StageTarget
 from exo_node.shard.engine.prefill_forward import MAX_PART_S, MIN_PART_S, PART_SHARE, PrefillForward
 from exo_node.shard.engine.states.state import State
-from exo_node.shard.model.stage_model import StageModel
 from exo_node.shard.tools.bare_engine import bare_request
 
 LAYERS = 12
@@ -142,19 +135,3 @@ def test_a_layer_is_issued_before_the_one_in_front_of_it_is_waited_for(
         each for a, b in itertools.pairwise(first) for each in (("issued", b), ("waited", a))
     ]
     assert device.seen == [("issued", first[0]), *between, ("waited", first[-1])]
-
-
-def test_the_graph_of_a_forward_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else its parts would wait for the layers that are computed already, and decoding for all."""
-    model: Any = small(tiny_config("llama"))
-    first, whole = (StageModel(model, 0, end) for end in (3, len(model.layers)))
-    issued = list[object]()
-    monkeypatch.setattr(mx, "async_eval", issued.append)
-    for stage, target in (
-        (first, StageTarget(first)),
-        (whole, WholeTarget(model, layers=whole)),
-    ):
-        _ = target.forward(as_row([1, 2, 3]), stage.make_caches(), want="last")
-    assert not issued
-    _ = first.hidden(mx.array([[1]]), None, first.make_caches())
-    assert issued, "rounds are computed layer by layer"

@@ -135,15 +135,6 @@ def test_random_traces_are_answered_as_by_a_cold_engine(seed: int) -> None:
     assert follow(engine(), seed) > 0
 
 
-@pytest.mark.parametrize("seed", seeds(1, 4))
-def test_under_pressure_answers_stay_and_bytes_keep_their_bound(seed: int) -> None:
-    one = engine()
-    _ = answer(one, request(SECOND, 3, 1))
-    tight = engine(room=one.prefix_cache_bytes)
-    _ = follow(tight, seed + 50)
-    assert tight.prefix_cache_bytes <= one.prefix_cache_bytes
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_kinds_of_cache_give_the_cold_answers(kind: str) -> None:
     warm, expected = of_class(kind, ROOM), dict[int, tuple[object, ...]]()
@@ -184,13 +175,6 @@ def test_a_request_in_progress_has_the_room() -> None:
     for _ in tight.generate(request(turn(1100, 77), 0, 3)):
         assert tight.cache_bytes() + tight.prefix_cache_bytes <= room
     assert answer(tight, request(SECOND, 3, 1)).stats.cached_tokens < 460
-
-
-def test_without_room_nothing_is_kept() -> None:
-    off = engine(room=0)
-    for _ in range(2):
-        assert answer(off, request(SECOND, 3, 1)).stats.cached_tokens == 0
-    assert off.prefix_cache_bytes == 0
 
 
 def test_numbers_that_are_none_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

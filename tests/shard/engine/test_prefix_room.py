@@ -188,13 +188,3 @@ def test_answers_that_share_forwards_leave_what_a_cold_prompt_does() -> None:
         assert mine is not None and theirs is not None and mine.rows == theirs.rows
         pairs = zip(mine.arrays(), theirs.arrays(), strict=True)
         assert all(mx.array_equal(a, b).item() for a, b in pairs)
-
-
-def test_rounds_that_run_ahead_keep_the_bound() -> None:
-    spec = small_spec(native_mtp=True, prefill_chunk=CHUNK, prefix_cache_bytes=DRAFTING)
-    warm = engine_of(loaded(), spec, runs_ahead=True)
-    engine_request = request(LONG, 2, 150, ignore_eos=True)
-    _ = drive(warm, engine_request, DRAFTING)
-    again = answer(warm, request(LONG, 2, 9))
-    assert again.stats.cached_tokens == 400
-    assert again.ids == answer(engine_of(loaded(), spec), request(LONG, 2, 9)).ids

@@ -1,8 +1,5 @@
 """Log-probabilities of a prompt's tokens are those of one forward over all of it."""
 
-# mlx is typed in part only.
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
-
 from typing import Any
 
 import mlx.core as mx

@@ -14,9 +14,7 @@ from tables import EndAt, random_table, tell
 
 from exo_node.mtp.types import Round, Sampling
 from exo_node.shard.engine.answers.text_engine import TextEngine
-from exo_node.shard.engine.batch import Batch
-from exo_node.shard.engine.executor import LocalExecutor
-from exo_node.shard.engine.request import Parameters, Request
+from exo_node.shard.engine.request import Parameters
 
 PROMPT: list[int] = ORACLE[0]["prompt_ids"]
 TOKENS = 44
@@ -82,23 +80,6 @@ def test_where_rows_matter_each_round_is_repeated_as_it_was(
     again = replace(engine_request, attempt=2, replay=tuple(undisturbed[:9]))
     _, rows = rows_of_forwards(engine(bitwise=False), again, monkeypatch)
     assert rows[:8] == [each.forward.rows for each in undisturbed[1:9]]
-
-
-def test_a_rebuilt_state_that_lacks_a_row_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison above can fail."""
-    engine_request = asked_for(0)
-    undisturbed = answer(engine(), engine_request).rounds
-    replay = LocalExecutor._replay_merged
-
-    def lacking(
-        self: LocalExecutor, batch: Batch, request: Request, rounds: Sequence[Round]
-    ) -> None:
-        replay(self, batch, request, rounds[1:])
-
-    monkeypatch.setattr(LocalExecutor, "_replay_merged", lacking)
-    again = replace(engine_request, attempt=2, replay=tuple(undisturbed[:20]))
-    rest = answer(engine(), again).rounds
-    assert answers(rest) != answers(undisturbed[20:])
 
 
 @pytest.mark.parametrize("rounds", [1, 5, 40])

@@ -1,9 +1,7 @@
 """Rounds that are issued before the ones in front of them are read: the same answers, by the same
 forwards, where only the device knows how many drafts stand."""
 
-# mlx is typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportPrivateUsage=false
+# pyright: reportPrivateUsage=false
 
 from dataclasses import dataclass, field, replace
 from functools import cache

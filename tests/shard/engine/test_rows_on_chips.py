@@ -5,9 +5,6 @@ The engine and the model are real, and each chip's products and attention are st
 (`chips.py`). Contexts are short, or cross a border from which attention has another kernel.
 """
 
-# mlx is typed in part only.
-# pyright: reportUnknownMemberType=false
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,8 +1,5 @@
 """Losses of rounds that answers share over stages cost none of them a token."""
 
-# mlx is typed in part only.
-# pyright: reportUnknownMemberType=false
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

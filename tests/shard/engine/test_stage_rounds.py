@@ -1,8 +1,5 @@
 """Answers that share rounds over stages are those of each alone."""
 
-# mlx is typed in part only.
-# pyright: reportUnknownMemberType=false
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,9 +1,5 @@
 """Models with sliding windows: the numbers of mlx-lm's own loop, copies that change no answer."""
 
-# mlx and mlx_lm are typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

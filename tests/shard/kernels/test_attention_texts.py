@@ -1,9 +1,5 @@
 """Attention of a few rows over a cache, in the emulator or on the GPU."""
 
-# mlx and mlx_lm are typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -3,9 +3,6 @@
 `test_row_sets.py` has the products.
 """
 
-# mlx is typed in part only.
-# pyright: reportUnknownMemberType=false
-
 from functools import cache
 from typing import Any
 

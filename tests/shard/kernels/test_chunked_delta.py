@@ -1,8 +1,5 @@
 """The gated delta rule in chunks against mlx-lm's loop over rows, and which layers use it."""
 
-# mlx and mlx_lm are typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-
 from typing import Any
 
 import mlx.core as mx

@@ -3,10 +3,6 @@
 In the emulator or on the GPU, as `test_kernel_texts.py`.
 """
 
-# mlx and mlx_lm are typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 from pathlib import Path
 from typing import Any
 

@@ -1,9 +1,5 @@
 """A small model with all the kernels that `install` finds, in the emulator or on the GPU."""
 
-# mlx and mlx_lm are typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 from pathlib import Path
 from typing import Any
 

@@ -1,9 +1,5 @@
 """The host side of the kernels on a CPU, with stand-ins that compute in plain operations."""
 
-# mlx and mlx_lm are typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -4,9 +4,6 @@ steps once each row attends by itself, and none of it is there on a CPU.
 The single steps are computed by MLX's attention over caches of their own.
 """
 
-# mlx is typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-
 import copy
 import sys
 from collections.abc import Iterator

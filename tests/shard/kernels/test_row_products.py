@@ -1,9 +1,5 @@
 """Products that are no linear layer have the bits of single rows too, and none is overlooked."""
 
-# mlx is typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 import ast
 import importlib
 import tomllib

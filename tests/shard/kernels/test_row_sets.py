@@ -1,9 +1,5 @@
 """Which numbers of rows agree is measured, and layers compute their rows in such groups."""
 
-# mlx is typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 from collections.abc import Iterator
 from functools import partial
 from time import perf_counter

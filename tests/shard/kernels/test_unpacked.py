@@ -1,7 +1,5 @@
 """Products of many rows with quantised weights: the numbers, and what is in memory at once."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,10 +4,6 @@ Its layers, widths, experts and size come from different sources; one wrong figu
 Nothing is computed: arrays that were never evaluated know their size.
 """
 
-# mlx and mlx_lm are typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 import copy
 import json
 from pathlib import Path

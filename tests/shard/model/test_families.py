@@ -1,9 +1,5 @@
 """Each family's head and backbone compute what transformers does, and drafting changes no token."""
 
-# mlx and mlx_lm are typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 import copy
 from collections.abc import Sequence
 from pathlib import Path

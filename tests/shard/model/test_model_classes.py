@@ -3,9 +3,6 @@
 `bench/families.py` runs all of them, at every border; this is a class each at one border.
 """
 
-# mlx and mlx_lm are typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-
 import asyncio
 import json
 import re

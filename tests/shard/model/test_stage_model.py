@@ -1,8 +1,5 @@
 """Layers [a, b) of a model: the same bits as the whole, and nothing of the other layers."""
 
-# mlx's stubs leave the types of eval and tree_map partly unknown.
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
-
 import itertools
 import json
 import subprocess

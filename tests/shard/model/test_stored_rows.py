@@ -1,8 +1,5 @@
 """Which numbers of rows agree is measured once for a machine, MLX and checkpoint."""
 
-# mlx is typed in part only.
-# pyright: reportUnknownMemberType=false
-
 import json
 from pathlib import Path
 from time import perf_counter

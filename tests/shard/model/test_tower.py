@@ -1,8 +1,5 @@
 """Which models read images, and why others do not."""
 
-# mlx is typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-
 import json
 import shutil
 from dataclasses import replace

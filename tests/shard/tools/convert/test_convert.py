@@ -1,8 +1,5 @@
 """Quantised copies and grafted heads, loaded as a runner loads them."""
 
-# mlx is typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-
 import json
 import shutil
 from pathlib import Path

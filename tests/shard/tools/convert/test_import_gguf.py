@@ -1,9 +1,5 @@
 """Folders made of GGUF files, against the package's own numbers and names of tensors."""
 
-# mlx and gguf are typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 import json
 import random
 import struct

@@ -1,9 +1,5 @@
 """`exo-node verify` on an exact machine, an inexact one, and with seeded faults."""
 
-# mlx is typed in part only.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 import getpass
 import json
 import platform
