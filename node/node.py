@@ -137,28 +137,10 @@ class Node:
         """Takes no new work, gives up the head's lease, waits while what runs makes progress."""
         self._leaving.begin()
         self._peering.cluster.leave()
-        await self._wait_for_answers()
-        self.local.events.close()
-
-    async def drain_to_restart(self) -> None:
-        """Takes no new work and waits for what runs, for at most `restart_drain_s`; then leaves.
-
-        Until then it stays a member in full, and the head where it leads: all nodes of the cluster
-        may be about to restart, so nothing can move away, and what breaks meanwhile needs a head.
-        """
-        self._leaving.begin()
-        try:
-            async with asyncio.timeout(self.local.timing.restart_drain_s):
-                await self._wait_for_answers()
-        except TimeoutError:
-            log.warning("answers still run; they are cut off, because the node restarts")
-        self._peering.cluster.leave()
-        self.local.events.close()
-
-    async def _wait_for_answers(self) -> None:
         await self._api.pause_downloads()
         if not await self._leaving.drained(self._live_requests, self._steps):
             log.warning("not everything ended in time; what still runs is cut off")
+        self.local.events.close()
 
     async def close(self) -> None:
         self.local.events.close()

@@ -53,11 +53,11 @@ async def _serve(settings: Settings, hardware: Hardware, presence: DataDirLock) 
     loop.set_exception_handler(quiet_accepts())
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    rekeyed = RestartWithKey()
+    restart = RestartWithKey()
     again = False
     while True:
         async with AsyncExitStack() as stack:
-            node = await _started(stack, settings, hardware, rekeyed.peers, again=again)
+            node = await _started(stack, settings, hardware, restart.peers, again=again)
             local = node.local
             ports = {"port": local.http_port, "grpc_port": local.grpc_port}
             settings = settings.model_copy(update=ports)
@@ -68,11 +68,10 @@ async def _serve(settings: Settings, hardware: Hardware, presence: DataDirLock) 
                 show(_first_words(node.login_link()))
             outcome = await _ended(node, stop)
             stop.clear()  # a second signal cuts short what still runs
-            drain = node.drain() if isinstance(outcome, int) else node.drain_to_restart()
-            await _first(drain, stop.wait())
+            await _first(node.drain(), stop.wait())
         if isinstance(outcome, int):
             return outcome
-        rekeyed, again = outcome, True
+        restart, again = outcome, True
 
 
 def _first_words(link: str) -> str:

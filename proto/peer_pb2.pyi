@@ -1204,7 +1204,6 @@ class JoinFrame(_message.Message):
     APPROVED_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
-    REKEY_FIELD_NUMBER: _builtins.int
     commitment: _builtins.bytes
     """to one bit of the digits; the joiner, then the approver"""
     opened: _builtins.bytes
@@ -1231,15 +1230,11 @@ class JoinFrame(_message.Message):
 
     @_builtins.property
     def stored(self) -> Global___JoinStored:
-        """the joiner, or a member that was sent a new key: it is on the disk"""
+        """the joiner: the key is on its disk"""
 
     @_builtins.property
     def refused(self) -> Global___JoinRefused:
         """either, last"""
-
-    @_builtins.property
-    def rekey(self) -> Global___JoinRekey:
-        """between members"""
 
     def __init__(
         self,
@@ -1253,13 +1248,12 @@ class JoinFrame(_message.Message):
         approved: Global___JoinApproved | None = ...,
         stored: Global___JoinStored | None = ...,
         refused: Global___JoinRefused | None = ...,
-        rekey: Global___JoinRekey | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["approved", b"approved", "ask", b"ask", "begin", b"begin", "commitment", b"commitment", "frame", b"frame", "hello", b"hello", "opened", b"opened", "refused", b"refused", "rekey", b"rekey", "stored", b"stored", "waiting", b"waiting"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["approved", b"approved", "ask", b"ask", "begin", b"begin", "commitment", b"commitment", "frame", b"frame", "hello", b"hello", "opened", b"opened", "refused", b"refused", "stored", b"stored", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["approved", b"approved", "ask", b"ask", "begin", b"begin", "commitment", b"commitment", "frame", b"frame", "hello", b"hello", "opened", b"opened", "refused", b"refused", "rekey", b"rekey", "stored", b"stored", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["approved", b"approved", "ask", b"ask", "begin", b"begin", "commitment", b"commitment", "frame", b"frame", "hello", b"hello", "opened", b"opened", "refused", b"refused", "stored", b"stored", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["hello", "ask", "waiting", "begin", "commitment", "opened", "approved", "stored", "refused", "rekey"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["hello", "ask", "waiting", "begin", "commitment", "opened", "approved", "stored", "refused"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
@@ -1430,36 +1424,6 @@ class JoinRefused(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JoinRefused: _TypeAlias = JoinRefused  # noqa: Y015
-
-@_typing.final
-class JoinRekey(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    KEY_FIELD_NUMBER: _builtins.int
-    PEERS_FIELD_NUMBER: _builtins.int
-    ONLY_ASK_FIELD_NUMBER: _builtins.int
-    key: _builtins.str
-    """the cluster's new one"""
-    only_ask: _builtins.bool
-    """whether the node could take one; nothing is changed"""
-    @_builtins.property
-    def peers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """host:port of the nodes that get it"""
-
-    def __init__(
-        self,
-        *,
-        key: _builtins.str = ...,
-        peers: _abc.Iterable[_builtins.str] | None = ...,
-        only_ask: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "only_ask", b"only_ask", "peers", b"peers"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___JoinRekey: _TypeAlias = JoinRekey  # noqa: Y015
 
 @_typing.final
 class JoinRequest(_message.Message):

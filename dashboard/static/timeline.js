@@ -8,7 +8,7 @@ const TONES = {
   join_approved: "good", term_stored: "good", pulled: "good",
   suspected: "warn", leaving: "warn", superseded: "warn", replanned: "warn",
   join_requested: "warn", join_refused: "warn", dropped: "warn", adopted: "busy",
-  woke: "busy", head_changed: "busy", election: "busy", rekeyed: "busy",
+  woke: "busy", head_changed: "busy", election: "busy",
   died: "bad", stage_lost: "bad", gpu_fault: "bad", load_failed: "bad", pull_failed: "bad", loop_ended: "bad", term_not_stored: "bad",
 };
 

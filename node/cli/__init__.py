@@ -10,7 +10,7 @@ doctor.py: `exo-node doctor`
 failures.py: the end of a command that fails
 flags.py: flags that several commands share
 get_models.py: `exo-node models search`, `pull`, `rm`, `load` and `unload`
-join.py: nodes, approve, deny, join, key, leave, rekey, dashboard
+join.py: nodes, approve, deny, join, key, leave, dashboard
 launch.py: `exo-node launch`
 load.py: a model's place: `exo-node plan`, and a load with its progress
 main.py: the list of commands

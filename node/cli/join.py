@@ -1,4 +1,4 @@
-"""The cluster's members: `exo-node nodes`, `approve`, `deny`, `join`, `key`, `leave`, `rekey`,
+"""The cluster's members: `exo-node nodes`, `approve`, `deny`, `join`, `key`, `leave`,
 `dashboard`."""
 
 import sys
@@ -8,7 +8,6 @@ from typing import Annotated, Final
 import typer
 
 from ...placement.errors import ExoNodeError, InvalidRequest
-from ..machine.log import escape_controls
 from ..machine.node_names import named_node
 from . import output
 from .client import ApiEndpoint, call, client_settings, connect, find_node
@@ -30,14 +29,6 @@ _Candidate = Annotated[
 _Key = Annotated[
     str, argument("KEY", "The cluster's key (`exo-node key`); - or nothing: it is asked for.")
 ]
-_Without = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="A node that stays out: its name, or 8 characters or more of its id. Repeatable."
-    ),
-]
-_RekeyYes = Annotated[bool, switch("Do not ask; leave out who cannot be reached.", "--yes", "-y")]
-
 _Again = Annotated[
     bool, switch("Ask the clusters that this node left; no key is needed.", "--again")
 ]
@@ -152,27 +143,6 @@ def leave(yes: Yes = False, port: LocalPort = None, data_dir: DataDir = None) ->
     note(f"the node has left its cluster; the old key is kept as {backup.name}; {_ASKS_NO_MORE}")
 
 
-def rekey(
-    without: _Without = None,
-    yes: _RekeyYes = False,
-    port: LocalPort = None,
-    data_dir: DataDir = None,
-) -> None:
-    """Give the cluster a new key: a lost machine is out.
-
-    All nodes that can be reached get it and restart with it, but those of --without. Answers in
-    progress end first. A node that is left out has to join again.
-    """
-    endpoint = connect(port, data_dir)
-    if not yes:
-        confirm(_rekey_question(call(endpoint, "/v1/cluster"), without or []))
-    body = {"without": without or [], "drop_absent": True}
-    answer = call(endpoint, "/v1/join/rekey", body, timeout_s=TIMES.rekey_s)
-    note(rekey_text(answer))
-    if answer.get("missed"):
-        raise ExoNodeError("some nodes have the old key still")
-
-
 def dashboard(port: LocalPort = None, data_dir: DataDir = None) -> None:
     """Print a link to the dashboard, valid once.
 
@@ -276,31 +246,8 @@ def _own_request_lines(joining: Json) -> list[str]:
     ]
 
 
-def _rekey_question(cluster: Json, without: Sequence[str]) -> str:
-    others: list[Json] = [n for n in cluster.get("nodes", []) if not n.get("self")]
-    excluded = [_named(text, others, "id", "the other nodes", "--without") for text in without]
-    out = [n for n in others if n in excluded or n.get("status") != "alive"]
-    stay = ", ".join(text_of(n.get("name")) for n in others if n not in out) or "no other node"
-    drop = ", ".join(f"{text_of(n.get('name'))} ({text_of(n.get('status'))})" for n in out)
-    question = f"Give a new cluster key to this node and {stay}, and leave out {drop or 'nobody'}?"
-    return escape_controls(question)
-
-
 def _named(text: str, nodes: Sequence[Json], id: str, group: str, param: str) -> Json:
     """The entry of the API that a text means; `id` is the field of its id."""
     return named_node(
         text, nodes, name=lambda n: n["name"], id=lambda n: n[id], group=group, param=param
     )
-
-
-def rekey_text(answer: Json) -> str:
-    """The nodes that restart with a new cluster key, and those that did not get it."""
-    others = ", ".join(answer.get("kept", []))
-    who = f"this node and {others} restart" if others else "this node restarts"
-    text = f"{who} with the new cluster key once running answers have ended"
-    if missed := answer.get("missed"):
-        text += (
-            f"; {', '.join(missed)} did not get it: run `exo-node join` there with the key that "
-            "`exo-node key` prints here"
-        )
-    return text

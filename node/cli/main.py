@@ -43,7 +43,6 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "join": "Put this node into the cluster that has the key.",
         "key": "Print the cluster's key, by which other nodes join.",
         "leave": "Take this node out of its cluster.",
-        "rekey": "Give the cluster a new key: a lost machine is out.",
         "token": "Make and revoke keys for clients.",
         "service": "Run the node whenever you are logged in.",
     },

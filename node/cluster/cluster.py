@@ -166,10 +166,6 @@ class Cluster:
         """`members` without this node."""
         return [self._facts(node) for node in self._members if self._takes_work(node)]
 
-    def absent(self) -> list[MemberFacts]:
-        """Remembered nodes that are not among `others`: dead, suspect or about to leave."""
-        return [self._facts(node) for node in self._members if not self._takes_work(node)]
-
     def address(self, node: NodeId) -> str:
         """host:port of another node's control server. Raises PeerLost."""
         member = self._members.get(node)

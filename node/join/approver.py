@@ -12,7 +12,6 @@ from ..machine.tasks import cancel
 from .asker import Asker
 from .duplicates import WatchedClient, duplicate_message
 from .handshake import PeerIdentity, relation, spaced, transcript
-from .rekey import Rekeying
 from .requests import PendingRequest, PendingRequests
 from .state import JoinState, prove_digits, refusals_sent
 from .wire import JoinConnection, Refusal, hello, join_address, party_of
@@ -42,7 +41,6 @@ class Approver:
 
     _state: JoinState
     _asker: Asker
-    _rekeying: Rekeying
     _client: WatchedClient
     _requests: PendingRequests
 
@@ -104,21 +102,13 @@ class Approver:
         if kind in ("ask", "both") and other.join_port:
             self._asker.discover(join_address(line.address, other.join_port))
         match kind:
-            case "same":
-                await self._serve_member(line, other)
             case "asked" | "both":
                 _ = await line.receive("ask")
                 await self._await_decision(line, own, other)
-            case "ask":
+            case "ask" | "same":
                 return
             case "apart":
                 self._state.report_cluster(other, line.address)
-
-    async def _serve_member(self, line: JoinConnection, other: PeerIdentity) -> None:
-        """Takes a new cluster key from a node of this cluster; see `rekey.py`."""
-        rekey = (await line.receive("rekey")).rekey
-        with self._state.exclusive("gets a new cluster key"):
-            await self._rekeying.receive(line, other, rekey)
 
     async def _await_decision(
         self, line: JoinConnection, own: PeerIdentity, other: PeerIdentity

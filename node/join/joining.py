@@ -19,7 +19,6 @@ from .asker import Asker
 from .duplicates import WatchedClient
 from .handshake import PeerIdentity, spaced
 from .port import JoinPort
-from .rekey import Rekeying
 from .requests import PendingRequests
 from .state import JoinState
 from .wire import Refusal, ask_for_hint, join_address, split, tls_contexts
@@ -84,9 +83,8 @@ class Joining:
         self.state = state
         credentials = join_credentials(state.keys.identity)
         server, tls = tls_contexts(credentials, state.keys.folder.data_dir)
-        self.rekeying = Rekeying(self.state, tls)
         self.asker = Asker(self.state, tls, loops)
-        self.approver = Approver(self.state, self.asker, self.rekeying, client, requests)
+        self.approver = Approver(self.state, self.asker, client, requests)
         self.requests = requests
         self.client = client
         self._port = JoinPort(server, self.approver.attend, state, loops)

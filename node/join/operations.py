@@ -1,17 +1,14 @@
-"""A person's operations on joining, over HTTP: list, approve, deny, take a key, leave, rekey."""
+"""A person's operations on joining, over HTTP: list, approve, deny, take a key, leave."""
 
 import asyncio
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Final
 
-from ...placement.errors import InvalidRequest, InvalidSettings, JoinRefused
+from ...placement.errors import InvalidRequest, InvalidSettings
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
-from ..cluster.member import MemberFacts
 from ..cluster.node_exit import RestartWithKey
-from ..machine.node_names import named_node
 from ..trust.certificates import cluster_fingerprint
 from ..trust.keys import parse_cluster_key
 from .calls import JoinApplication
@@ -113,33 +110,6 @@ class JoinOperations:
         self._joining.state.ending.decide(RestartWithKey())
         return {"left": self._joining.state.keys.fingerprint}
 
-    async def rekey(self, without: Sequence[str], *, drop_absent: bool) -> dict[str, Any]:
-        """Sends a new cluster key to all live members but `without`.
-
-        Raises InvalidRequest; JoinRefused where others are absent, unless they may be dropped.
-        """
-        joining = self._joining
-        others, absent = joining.state.members.others(), joining.state.members.absent()
-        named = partial(
-            named_node, name=_name, id=_id, group="this cluster's other nodes", param="without"
-        )
-        excluded = [named(text, [*others, *absent]).id for text in without]
-        unreachable = [m for m in absent if m.id not in excluded]
-        if unreachable and not drop_absent:
-            raise JoinRefused(
-                f"nothing was changed: {_describe(unreachable)} cannot be reached and would be "
-                "left out of the cluster; bring them back first, or leave them out with --yes",
-                param="without",
-            )
-        with joining.state.exclusive("changes the cluster key"), _as_request_fault("without"):
-            missed = await joining.rekeying.send(excluded)
-        names = [m.facts.name for m in others if m.id not in excluded]
-        return {
-            "kept": [name for name in names if name not in missed],
-            "missed": missed,
-            "excluded": [*excluded, *(m.id for m in unreachable)],
-        }
-
     async def _decide(self, id_: str, code: str) -> dict[str, Any]:
         joining, decision = self._joining, pb.JoinDecision(id=id_, code=code)
         if (owner := self._owner(id_)) is None:
@@ -177,18 +147,6 @@ def _application_entry(application: JoinApplication) -> dict[str, Any]:
         "address": application.address,
         "since": application.since,
     }
-
-
-def _name(member: MemberFacts) -> str:
-    return member.facts.name
-
-
-def _id(member: MemberFacts) -> str:
-    return member.id
-
-
-def _describe(members: Sequence[MemberFacts]) -> str:
-    return ", ".join(f"{m.facts.name} ({m.id})" for m in members)
 
 
 @contextmanager

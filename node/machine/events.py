@@ -26,7 +26,7 @@ _OfHeads = Literal["election", "head_changed", "term_not_stored", "term_stored"]
 _OfPlacements = Literal["placed", "replicas", "adopted", "superseded", "stage_lost", "replanned"]
 _OfLoads = Literal["resumed", "load_failed", "unloaded"]
 _OfFiles = Literal["copied", "pulled", "pull_failed", "removed", "peer_left"]
-_OfJoining = Literal["join_requested", "join_approved", "join_refused", "rekeyed"]
+_OfJoining = Literal["join_requested", "join_approved", "join_refused"]
 _OfThisNode = Literal["woke", "gpu_fault", "loop_ended", "loop_recovered", "dropped"]
 Kind: TypeAlias = (
     _OfMembers | _OfHeads | _OfPlacements | _OfLoads | _OfFiles | _OfJoining | _OfThisNode

@@ -6,7 +6,7 @@ from typing import Final, TypeVar
 from ...placement.errors import InvalidRequest
 
 _SHORTEST_ID: Final = 8
-"""Ids are random: a shorter text may match an unintended node, and a rekey cannot be undone."""
+"""Ids are random: a shorter text may match an unintended node."""
 
 _Node = TypeVar("_Node")
 

@@ -47,8 +47,6 @@ class Timing:
     """A transfer or a lost answer that makes no progress for this long is given up."""
     drain_s: float = 30.0
     """How long a stopping node waits for an answer without progress, and a replaced placement."""
-    restart_drain_s: float = 300.0
-    """The limit on a drain before a rekey's restart: a lost machine's key is good until then."""
     retry_s: float = 1.0
     """The first backoff after a failure; each further one is twice as long."""
     max_retry_s: float = 10.0

@@ -6,7 +6,6 @@ so a folder without it, or with another key, counts as established.
 """
 
 import json
-import logging
 import secrets
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...placement.errors import InvalidSettings
-from ..machine.private_files import create_private, read_text, replace_private
+from ..machine.private_files import create_private, replace_private
 from ..machine.settings import Settings
 from .certificates import Credentials, cluster_fingerprint, node_credentials, runner_credentials
 from .keys import (
@@ -24,13 +23,9 @@ from .keys import (
     Identity,
     load_or_create_cluster_key,
     load_or_create_identity,
-    parse_cluster_key,
 )
 
-log = logging.getLogger(__name__)
-
 FRESH_FILE: Final = "cluster.fresh"
-NEXT_FILE: Final = "cluster.key.next"
 _MAX_LEFT_CLUSTERS: Final = 16
 
 
@@ -89,29 +84,7 @@ class KeyFolder:
             if old != key:
                 replace_private(path, _line(key))
             self.establish()
-            (self.data_dir / NEXT_FILE).unlink(missing_ok=True)
         return backup
-
-    def plan_rekey(self, key: ClusterKey) -> None:
-        """Records a key that this node takes after it has sent it to the others.
-
-        If this process ends before, `finish_rekey` takes it at the next start. Raises
-        InvalidSettings as `take` does.
-        """
-        self._require_own("change its key")
-        with self._storing():
-            replace_private(self.data_dir / NEXT_FILE, _line(key))
-
-    def finish_rekey(self) -> str | None:
-        """Takes a planned key; returns its cluster's fingerprint, None where there is none.
-
-        Raises InvalidSettings.
-        """
-        path = self.data_dir / NEXT_FILE
-        if self.origin is not None or not path.exists():
-            return None
-        key = parse_cluster_key(read_text(path, "the key of a rekey that was cut off"), str(path))
-        return None if self.take(key) is None else cluster_fingerprint(key)
 
     def leave(self) -> Path:
         """Leaves the cluster and founds another one; returns the old key's backup.
@@ -123,8 +96,6 @@ class KeyFolder:
         left_clusters = (*self.left_clusters(), cluster_fingerprint(old))[-_MAX_LEFT_CLUSTERS:]
         with self._storing():
             backup = self._back_up(old)
-            # First: a planned key that outlived the old one would bring the node back at its start.
-            (self.data_dir / NEXT_FILE).unlink(missing_ok=True)
             self._create_cluster(left_clusters)
         return backup
 
@@ -190,13 +161,6 @@ class Keyring:
         """Reads the data folder's keys, or creates them. Raises InvalidSettings."""
         variable = settings.cluster_key.get_secret_value() if settings.cluster_key else None
         folder = KeyFolder(settings.data_dir, variable, settings.cluster_key_file)
-        if (cluster_id := folder.finish_rekey()) is not None:
-            log.warning(
-                "a rekey from this node was cut off before it took the new key itself: it has it "
-                "now (cluster %s). Give the key (`exo-node key`) to nodes that do not come back "
-                "(`exo-node join` on them)",
-                cluster_id,
-            )
         cluster = folder.load()
         identity = load_or_create_identity(settings.data_dir)
         credentials = node_credentials(identity, cluster)

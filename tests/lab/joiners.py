@@ -67,15 +67,11 @@ class Company:
     """The part of `Cluster` that joining uses: the other members."""
 
     live: list[MemberFacts] = field(default_factory=list[MemberFacts])
-    lost: list[MemberFacts] = field(default_factory=list[MemberFacts])
     dialled: list[str] = field(default_factory=list[str])
     addresses: dict[str, str] = field(default_factory=dict[str, str])
 
     def others(self) -> list[MemberFacts]:
         return self.live
-
-    def absent(self) -> list[MemberFacts]:
-        return self.lost
 
     def address(self, node: NodeId) -> str:
         return self.addresses[node]

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
-import psutil
 import pytest
 from listening import Answer, ask, events
-from nodes import Node, eventually, sees
+from nodes import Node, eventually
 from slow_motion import runners_of, slowed
 from small import small_checkpoint
 from test_head_change import Trio, agree, cluster
@@ -225,48 +224,3 @@ def test_a_stopped_head_that_resumes_ends_no_answer(
         return None if any(map(was_resumed, answers)) or (late and not follows) else in_time
 
     repeat_until_in_time(trio, strike_head)
-
-
-def test_answers_outlive_a_new_cluster_key(trio: Trio, story: list[int]) -> None:
-    """Every node restarts with the key after its answers; until then the cluster has its head, so
-    they outlive the loss of a stage."""
-
-    def strike_head() -> bool:
-        head, [door, other] = trio.roles()
-        _ = place(door, other, head)
-        nodes = list(trio.nodes.values())
-        answers = [ask(running, STORY, **chat_fields(TOKENS)) for running in nodes]
-        for answer in answers:
-            assert answer.until(lambda a: len(a.ids) >= 5, ENDS_WITHIN_S), answer.error
-        old_key, old = (door.data_dir / "cluster.key").read_text(), cluster(door)["cluster"]
-        with slowed(runners_of([other, head])):
-            reply = door.call("POST", "/v1/join/rekey", {})
-            assert reply.status == 200, reply
-            assert sorted(reply.body["kept"]) == sorted(n.data_dir.name for n in (head, other))
-            [runner] = psutil.Process(other.process.pid).children()
-            runner.kill()
-            in_time = in_progress(answers)
-        for answer in answers:
-            assert_whole(answer, story)
-            in_time = in_time and answer.stats.get("resumes", 0) >= 1
-        eventually(lambda: together(nodes, but=old), WITHIN_S)
-        [key] = {(n.data_dir / "cluster.key").read_text() for n in nodes}
-        assert key != old_key
-        assert door.chat("Who are you?", **chat_fields(4))["choices"]
-        return in_time
-
-    repeat_until_in_time(trio, strike_head)
-
-
-def together(nodes: list[Node], *, but: str) -> bool:
-    """Whether the nodes form one cluster other than `but`, with one head.
-
-    False while a node restarts, which closes its HTTP port.
-    """
-    try:
-        clusters = {cluster(running)["cluster"] for running in nodes}
-        if len(clusters) != 1 or but in clusters:
-            return False
-        return all(sees(n, len(nodes)) for n in nodes) and agree(nodes)
-    except OSError:
-        return False

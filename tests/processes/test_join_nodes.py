@@ -186,7 +186,6 @@ def another_user_may_look_and_no_more(old: Node, new: Node, empty: Path) -> None
         ("POST", f"/v1/join/requests/{request['id']}/deny", {}),
         ("POST", "/v1/join/key", {"key": "a" * 32}),
         ("POST", "/v1/join/leave", {}),
-        ("POST", "/v1/join/rekey", {}),
         ("POST", "/v1/session/ticket", {}),
         ("POST", "/v1/placements", {"model": "demo"}),
         ("DELETE", "/v1/placements/x", None),
@@ -280,9 +279,7 @@ def test_three_fresh_nodes_at_once_become_one_cluster(tmp_path: Path, how: str) 
 # ------------------------------------------------------------------------------- a new key
 
 
-def test_rekey_excludes_a_lost_machine_for_good_and_an_absent_one_only_when_confirmed(
-    tmp_path: Path,
-) -> None:
+def test_a_lost_machine_stays_in_the_cluster_that_the_others_leave(tmp_path: Path) -> None:
     with fresh(tmp_path, ["a", "b", "c"]) as nodes:
         one, two, lost = nodes
         for new in (two, lost):
@@ -290,14 +287,10 @@ def test_rekey_excludes_a_lost_machine_for_good_and_an_absent_one_only_when_conf
             assert approve(one, new).returncode == 0
         eventually(lambda: together(nodes), WITHIN_S)
         old_key = key_of(one)
-        unsure = exo_node(two, "rekey", "--without", "c")
-        assert unsure.returncode == 2 and "leave out c" in unsure.stderr
-        assert key_of(one) == old_key
-        nobody = exo_node(two, "rekey", "--yes", "--without", "d")
-        assert nobody.returncode == 1 and "means none of" in nobody.stderr
-        command = exo_node(two, "rekey", "--yes", "--without", "c")
-        assert command.returncode == 0, command.stderr
-        assert "and a restart with the new cluster key" in command.stderr
+        for each in (one, two):
+            assert exo_node(each, "leave", "--yes").returncode == 0
+        eventually(lambda: asks_at(two, one), WITHIN_S)
+        assert approve(one, two).returncode == 0
         eventually(lambda: together([one, two]), WITHIN_S)
         assert key_of(one) == key_of(two) != old_key == key_of(lost)
         # It returns with its old key, and gets nothing.
@@ -308,36 +301,11 @@ def test_rekey_excludes_a_lost_machine_for_good_and_an_absent_one_only_when_conf
             eventually(lambda: "of this cluster" in back.log.read_text(), WITHIN_S)
             assert alive(back) == 1 and alive(one) == alive(two) == 2
             assert key_of(back) == old_key
-        excludes_an_absent_node_only_when_confirmed(one, two)
 
 
-def excludes_an_absent_node_only_when_confirmed(one: Node, two: Node) -> None:
-    two.process.kill()
-    _ = two.process.wait()
-    eventually(lambda: alive(one) == 1, WITHIN_S)
-    before = key_of(one)
-    reply = one.call("POST", "/v1/join/rekey", {})
-    assert reply.status == 409 and "b (" in reply.body["error"]["message"]
-    assert key_of(one) == before
-    assert exo_node(one, "rekey", "--yes").returncode == 0
-    eventually(lambda: key_of(one) != before, WITHIN_S)
-
-
-def test_a_key_from_a_variable_is_not_replaced_by_rekey_nor_left_nor_joined_over(
-    tmp_path: Path,
-) -> None:
-    with ExitStack() as stack:
-        one = stack.enter_context(node(tmp_path / "a", QUIET))
-        peer = ("--peer", f"127.0.0.1:{one.itself()['port']}")
-        variables = {"EXO_CLUSTER_KEY": key_of(one)}
-        two = stack.enter_context(node(tmp_path / "b", QUIET, *peer, env=variables))
-        eventually(lambda: together([one, two]), WITHIN_S)
-        before = key_of(one)
-        refused = exo_node(one, "rekey", "--yes")
-        assert refused.returncode == 1 and "EXO_CLUSTER_KEY" in refused.stderr
-        assert "nothing was changed" in refused.stderr
-        assert key_of(one) == before and together([one, two])
-        neither_left_nor_replaced(two)
+def test_a_key_from_a_variable_is_neither_left_nor_joined_over(tmp_path: Path) -> None:
+    with node(tmp_path / "b", QUIET, env=ONE_KEY) as running:
+        neither_left_nor_replaced(running)
 
 
 def neither_left_nor_replaced(running: Node) -> None:

@@ -30,11 +30,6 @@ class KeyBody(StrictBody):
     key: Annotated[str, Field(min_length=1, max_length=128)]
 
 
-class RekeyBody(StrictBody):
-    without: Annotated[list[str], Field(max_length=64, default_factory=list)]
-    drop_absent: bool = False
-
-
 def join_routes(joining: "JoinOperations") -> list[ApiRoute]:
     """The endpoints over a `JoinOperations`."""
 
@@ -66,11 +61,6 @@ def join_routes(joining: "JoinOperations") -> list[ApiRoute]:
             f"{path}/{{id}}/deny", lambda request, _: joining.deny(request.path_params["id"])
         ),
         ApiRoute("POST", f"{JOIN_PREFIX}/key", take_key, body=KeyBody),
-        post_json(
-            f"{JOIN_PREFIX}/rekey",
-            lambda _, body: joining.rekey(body.without, drop_absent=body.drop_absent),
-            RekeyBody,
-        ),
         post_json(f"{JOIN_PREFIX}/leave", lambda _request, _: joining.leave()),
         post_json(f"{JOIN_PREFIX}/again", lambda _request, _: joining.ask_again()),
     ]

@@ -24,7 +24,6 @@ from exo_node.node.chat.requests import Started, TextDelta
 from exo_node.placement.errors import (
     HeadGone,
     InvalidSettings,
-    JoinRefused,
     PeerLost,
     PeerRefused,
     QueueFull,
@@ -443,11 +442,6 @@ def test_the_server_is_imported_without_what_is_slow_to_import() -> None:
     )
     run = [sys.executable, "-c", code]
     assert subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip() == "[]"
-
-
-def test_a_refused_rekey_says_when_to_try_again() -> None:
-    fault = fault_of(JoinRefused("others are away", param="without"))
-    assert fault.status == 409 and dict(fault.headers)["Retry-After"] == "5"
 
 
 @pytest.mark.parametrize("lost", [PeerLost, PeerRefused, StateLost, HeadGone])

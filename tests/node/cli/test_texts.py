@@ -8,7 +8,7 @@ import pytest
 
 from exo_node.node.cli.bench import profile_text
 from exo_node.node.cli.failures import CommandFailed
-from exo_node.node.cli.join import nodes_text, rekey_text
+from exo_node.node.cli.join import nodes_text
 from exo_node.node.cli.models import list_text, model_text, recommendation_text
 from exo_node.node.cli.output import joined, table
 from exo_node.node.cli.status import placement_row, status_text
@@ -205,24 +205,6 @@ run exo-node approve 123 456 on a node of your cluster; where several ask there,
 )
 def test_nodes(joining: Json, expected: str) -> None:
     assert nodes_text({"nodes": [_MEMBER]}, joining) == _MEMBERS + expected
-
-
-@pytest.mark.parametrize(
-    ("answer", "who", "rest"),
-    [
-        ({"kept": []}, "this node restarts", ""),
-        (
-            {"kept": ["a", "b"], "missed": ["c", "d"]},
-            "this node and a, b restart",
-            "; c, d did not get it: run `exo-node join` there with the key that `exo-node key` "
-            "prints here",
-        ),
-    ],
-    ids=["alone", "others, and nodes that missed it"],
-)
-def test_a_new_key(answer: Json, who: str, rest: str) -> None:
-    when = "with the new cluster key once running answers have ended"
-    assert rekey_text(answer) == f"{who} {when}{rest}"
 
 
 # ---------------------------------------------------------------------------- models

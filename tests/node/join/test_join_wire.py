@@ -13,27 +13,22 @@ from joiners import Impostor, Joiner, asking, asks, joiner, until
 
 from exo_node.node.cluster.member import MemberFacts
 from exo_node.node.join import joining
-from exo_node.node.join import rekey as join_rekey
 from exo_node.node.join import wire as join_wire
 from exo_node.node.join.approver import Approver
 from exo_node.node.join.asker import Asker
 from exo_node.node.join.handshake import ROUNDS, Passkey, PeerIdentity, transcript
 from exo_node.node.join.port import MAX_CONNECTIONS, JoinPort
-from exo_node.node.join.rekey import Rekeying
 from exo_node.node.join.state import prove_digits
 from exo_node.node.join.wire import JoinConnection, RemoteRefusal
-from exo_node.node.machine.timing import LOCAL, Timing
+from exo_node.node.machine.timing import LOCAL
 from exo_node.node.trust import certificates
-from exo_node.node.trust.cluster_key import NEXT_FILE
-from exo_node.node.trust.keys import ClusterKey, parse_cluster_key
+from exo_node.node.trust.keys import ClusterKey
 from exo_node.placement.errors import (
     DigitsDiffer,
     ExoNodeError,
-    InvalidRequest,
     JoinRequestNotFound,
     PeerLost,
 )
-from exo_node.placement.ids import NodeId
 from exo_node.proto import peer_pb2 as pb
 
 
@@ -130,55 +125,6 @@ async def test_an_impostor_of_the_same_name_does_not_make_the_new_nodes_digits_w
         assert new.code != code
         _ = await old.let_in(new, new.code)
         await until(lambda: new.joined)
-
-
-async def test_a_new_key_is_recorded_before_the_first_node_gets_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A node that is killed in between finishes the rekey at its next start."""
-    async with joiner("old", fresh=False) as old:
-        rekeying = old.joining.rekeying
-        planned: list[ClusterKey] = []
-
-        async def tried(_: Rekeying, node: NodeId, rekey: pb.JoinRekey) -> bool:
-            planned.append(parse_cluster_key((old.folder.data_dir / NEXT_FILE).read_text(), ""))
-            assert planned[0].text == rekey.key
-            return True
-
-        monkeypatch.setattr(Rekeying, "_try", tried)
-        other = MemberFacts(pb.NodeFacts(id="c" * 20, name="c"))
-        old.company.addresses[other.id] = "127.0.0.1:9"
-        _ = await rekeying._change([other])  # pyright: ignore[reportPrivateUsage]
-        assert planned == [old.key_on_disk] and not (old.folder.data_dir / NEXT_FILE).exists()
-
-
-async def test_a_new_key_goes_to_no_machine_that_answers_in_a_members_place(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One that is to be locked out has the old cluster key, and its own node key."""
-    async with joiner("old", fresh=False) as old:
-        lost = Impostor()
-        lost.key = old.key
-        rekeys: list[pb.JoinRekey] = []
-
-        async def attend(line: JoinConnection, own: PeerIdentity, other: PeerIdentity) -> None:
-            while True:
-                rekeys.append((await line.receive("rekey")).rekey)
-                await line.send(pb.JoinFrame(stored=pb.JoinStored()))
-
-        async with lost.listening(attend) as address:
-
-            async def hint(control: str, timing: Timing) -> certificates.JoinHint:
-                return certificates.JoinHint("", int(address.split(":")[1]))
-
-            monkeypatch.setattr(join_rekey, "ask_for_hint", hint)
-            member = MemberFacts(pb.NodeFacts(id="c" * 20, name="c"))
-            old.company.live = [member]
-            old.company.addresses[member.id] = "127.0.0.1:9"
-            refusal = f"nothing was changed.* is {lost.identity.node} and not {member.id}"
-            with pytest.raises(InvalidRequest, match=refusal):
-                _ = await old.joining.rekeying.send([])
-        assert rekeys == [] and old.joined is None and old.key_on_disk == old.key
 
 
 async def test_a_node_that_waits_for_a_person_is_not_evicted_by_silent_callers() -> None:

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from exo_node.node.machine.settings import load_settings
 from exo_node.node.trust.certificates import cluster_fingerprint
-from exo_node.node.trust.cluster_key import FRESH_FILE, NEXT_FILE, KeyFolder, Keyring
+from exo_node.node.trust.cluster_key import FRESH_FILE, KeyFolder
 from exo_node.node.trust.keys import ClusterKey
 from exo_node.placement.errors import InvalidSettings
 
@@ -29,51 +28,6 @@ def test_a_first_start_founds_a_cluster_and_is_fresh_until_it_has_company(tmp_pa
     folder.establish()
     assert not fresh(folder)
     assert folder.load() == key
-
-
-def test_a_rekey_that_was_cut_off_is_finished_at_the_next_start(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The others have the new key by then; a node with the old one could not reach them."""
-    settings = load_settings({"data_dir": tmp_path}, {})
-    old = Keyring.load(settings).cluster
-    folder = KeyFolder(tmp_path)
-    folder.plan_rekey(OTHER)
-    assert mode(tmp_path / NEXT_FILE) == 0o600 and folder.load() == old
-    again = Keyring.load(settings)
-    assert again.cluster == OTHER and again.fingerprint in caplog.text
-    assert "was cut off" in caplog.text and OTHER.text not in caplog.text
-    assert KeyFolder(tmp_path).finish_rekey() is None, "only once"
-    folder.plan_rekey(old)
-    _ = folder.take(ClusterKey(b"\x08" * 20))
-    assert folder.finish_rekey() is None, "the planned key is obsolete"
-
-
-def test_a_rekey_that_was_cut_off_is_not_finished_after_a_leave(tmp_path: Path) -> None:
-    folder = KeyFolder(tmp_path)
-    _ = folder.load()
-    folder.plan_rekey(OTHER)
-    _ = folder.leave()
-    own = folder.load()
-    assert folder.finish_rekey() is None
-    assert folder.load() == own != OTHER
-
-
-def test_a_leave_that_is_cut_off_leaves_no_planned_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A regression: its next start brought the node back into the cluster that it had left."""
-    folder = KeyFolder(tmp_path)
-    _ = folder.load()
-    folder.plan_rekey(OTHER)
-
-    def cut_off(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(KeyFolder, "_create_cluster", cut_off)
-    with pytest.raises(KeyboardInterrupt):
-        _ = folder.leave()
-    assert KeyFolder(tmp_path).finish_rekey() is None
 
 
 def test_a_key_that_was_put_there_is_not_fresh(tmp_path: Path) -> None:
