@@ -108,8 +108,8 @@ def initial_depth(mtp: NativeMtp, default_k: int = 0) -> tuple[int, str]:
 def undeclared_reason(model: ModelId) -> str:
     """Why a model without [native_mtp] never drafts: a whole head in its files would be found."""
     return (
-        f"the card of {model} does not declare native MTP, and no complete MTP head was found in "
-        "its files; `exo-node models show` says what they lack, `exo-node models graft` adds it"
+        f"the card of {model} does not declare native MTP, and no MTP head was found in its "
+        "files; `exo-node models show` says why, `exo-node models graft` adds it"
     )
 
 

@@ -24,9 +24,6 @@ HEADERS = Path(__file__).parent / "headers"
 NAMES = sorted(path.stem for path in HEADERS.glob("*.json"))
 
 EXPERT = re.compile(r"experts\.(\d+)\.")
-COPIES = ("embed_tokens.weight", "shared_head.head.weight")
-"""The backbone's tensors that a nextn head may repeat."""
-
 _ITEM = {"BF16": 2, "F16": 2, "F32": 4, "U32": 4, "U8": 1, "I8": 1, "F8_E4M3": 1}
 _RANGES = re.compile(r"\{([\d.:,]+)\}")
 

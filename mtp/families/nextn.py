@@ -64,9 +64,4 @@ class NextnFamily(Family):
             raise HeadUnusable(
                 f"the MTP head lacks {name}; use the original repository's checkpoint"
             ) from missing
-        except ValueError as fault:
-            raise HeadUnusable(
-                f"the MTP head's tensors do not fit together ({fault}); use the original "
-                "repository's checkpoint"
-            ) from fault
         return self.named({name.replace(prefix, ours): value for name, value in clean.items()})

@@ -1,4 +1,8 @@
-"""Loads a draft head from the parameters that its family makes of a checkpoint's tensors."""
+"""Loads a draft head from the parameters that its family makes of a checkpoint's tensors.
+
+A head is used whole or not at all: every tensor that the model's class wants has to be there in its
+shape, and none besides. A partial set of experts would draft nonsense without any error.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import cast
@@ -13,6 +17,10 @@ from .head import DraftHead, HeadSource, HeadUnusable
 
 _BITS = (2, 3, 4, 5, 6, 8)
 _GROUPS = (32, 64, 128)
+_COPIES = ("embed_tokens.", "shared_head.head.", "shared_head.output.")
+"""Beginnings of the canonical names of copies of the backbone's ends, which are not loaded."""
+_FAULTS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+"""Errors of MLX and of a model's class for tensors that do not fit together."""
 _AS_STORED = ("A_log", "e_score_correction_bias")
 """Parameters of draft heads that mlx-lm's models of the same families compute with in float32."""
 
@@ -24,18 +32,38 @@ def load_head(family: Family, source: HeadSource, dtype: mx.Dtype | None) -> Dra
     shapes: publishers mix them within a head, while config.json gives one for all.
     Raises HeadUnusable.
     """
-    weights = family.head_parameters(source)
-    head = family.make_head()
-    _quantize_as_stored(head, weights, family)
-    shapes = {name: value.shape for name, value in _flat(head)}
-    _require_shapes(shapes, weights, family)
-    head.load_weights([(name, weights[name]) for name in shapes])
+    head = fill_head(family, source)
     if _gathers_on_cpu(head):
         dtype = mx.float32
     if dtype is not None:
         cast_parameters(head, dtype)
     head.eval()
     mx.eval(head.parameters())
+    return head
+
+
+def fill_head(family: Family, source: HeadSource) -> DraftHead:
+    """The head with its tensors, which are not read yet. Raises HeadUnusable."""
+    try:
+        weights = family.head_parameters(source)
+        head = family.make_head()
+        _quantize_as_stored(head, weights, family)
+    except _FAULTS as fault:
+        why = (str(fault).splitlines() or [""])[0][:200]
+        raise HeadUnusable(
+            f"the MTP head's tensors do not fit together ({type(fault).__name__}: {why}); use the "
+            "original repository's checkpoint"
+        ) from fault
+    parameters = dict(_flat(head))
+    for name, parameter in parameters.items():
+        _require_fit(family.canonical(name), weights.get(name), parameter)
+    others = (family.canonical(name) for name in weights if name not in parameters)
+    if extra := sorted(name for name in others if not name.startswith(_COPIES)):
+        raise HeadUnusable(
+            f"the MTP head has {len(extra)} tensors that config.json does not predict, the first "
+            f"{extra[0]}; use the original repository's checkpoint"
+        )
+    head.load_weights([(name, weights[name]) for name in parameters])
     return head
 
 
@@ -92,17 +120,16 @@ def _flat(head: nn.Module) -> list[tuple[str, mx.array]]:
     return cast("list[tuple[str, mx.array]]", tree_flatten(head.parameters()))
 
 
-def _require_shapes(
-    shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, mx.array], family: Family
-) -> None:
-    for parameter, shape in shapes.items():
-        name, tensor = family.canonical(parameter), weights.get(parameter)
-        if tensor is None:
-            raise HeadUnusable(
-                f"the MTP head lacks {name}; use the original repository's checkpoint"
-            )
-        if tensor.shape != shape:
-            raise HeadUnusable(
-                f"the MTP head's {name} has shape {tensor.shape} where {shape} fits this model; "
-                "use the head that belongs to it"
-            )
+def _require_fit(name: str, tensor: mx.array | None, parameter: mx.array) -> None:
+    if tensor is None:
+        raise HeadUnusable(f"the MTP head lacks {name}; use the original repository's checkpoint")
+    if tensor.shape != parameter.shape:
+        raise HeadUnusable(
+            f"the MTP head's {name} has shape {tensor.shape} where {parameter.shape} fits this "
+            "model; use the head that belongs to it"
+        )
+    if mx.issubdtype(tensor.dtype, mx.floating) != mx.issubdtype(parameter.dtype, mx.floating):
+        raise HeadUnusable(
+            f"the MTP head's {name} is stored as {tensor.dtype}, not read; use a repository whose "
+            "head is in bfloat16 or quantised by mlx in its affine mode"
+        )

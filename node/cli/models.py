@@ -229,8 +229,8 @@ def _file_lines(files: Json | None) -> dict[str, str]:
     head: Json = files["head"]
     text = text_of(head.get("reason"))
     if head["found"]:
-        bits = ", ".join(f"{each}-bit" for each in head["bits"]) or "not quantised"
-        text = f"found: {size(head['bytes'])}, {bits}, in {', '.join(head['files'])}"
+        form = "quantised" if head["quantised"] else "not quantised"
+        text = f"found: {size(head['bytes'])}, {form}, in {', '.join(head['files'])}"
     return {"files": f"good: {files['tensors']} tensors", "MTP head": text}
 
 

@@ -44,8 +44,8 @@ def check(folder: Path) -> dict[str, Any]:
     head = find_head(checkpoint)
     verdict: dict[str, Any] = {"found": False, "reason": getattr(head, "reason", "")}
     if isinstance(head, HeadFound):
-        bits = sorted(set(head.bits.values()))
-        verdict = {"found": True, "bytes": head.nbytes, "bits": bits, "files": list(head.files)}
+        found = {"found": True, "bytes": head.nbytes, "quantised": head.quantised}
+        verdict = {**found, "files": list(head.files)}
     facts = {"tensors": len(checkpoint.tensors), "fingerprint": checkpoint.fingerprint}
     return {**facts, "head": verdict}
 

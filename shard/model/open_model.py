@@ -20,8 +20,9 @@ from mlx_lm.utils import (
     load_model,
 )
 
-from ...mtp.families.table import prepare
-from ...mtp.families.weights import cast_parameters
+from ...mtp.families.head import HeadSource, HeadUnusable
+from ...mtp.families.table import family_of, prepare
+from ...mtp.families.weights import cast_parameters, fill_head
 from ...mtp.seams import FORWARD_FAULTS
 from ...placement.cluster import layer_range
 from ...placement.errors import InvalidCheckpoint, LoadFailed
@@ -218,3 +219,19 @@ def backbone_is_raw(checkpoint: Checkpoint, head: HeadFound) -> bool | None:
         return None
     kernels = [t for name, t in checkpoint.tensors.items() if name.endswith("conv1d.weight")]
     return any(kernel.shape[-1] != 1 for kernel in kernels) if kernels else None
+
+
+def require_head_fits(checkpoint: Checkpoint, head: HeadFound) -> None:
+    """Checks that a load would use the head, whose numbers are not read. Raises
+    InvalidCheckpoint."""
+    model = open_model(checkpoint.folder)
+    family = family_of(model)
+    if family is None:
+        raise InvalidCheckpoint(f"no draft head is implemented for {type(model).__module__}")
+    source = HeadSource(head_arrays(checkpoint, head), backbone_is_raw(checkpoint, head))
+    try:
+        _ = fill_head(family, source)
+    except HeadUnusable as fault:
+        raise InvalidCheckpoint(
+            f"the head does not fit {checkpoint.folder.name}: {fault}"
+        ) from fault

@@ -8,6 +8,7 @@ weights here are random.
 
 import functools
 import json
+import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from small import PROMPT, fit_head
 
 from exo_node.mtp.families.family import Family, draft_logits
 from exo_node.mtp.families.head import HeadSource, HeadUnusable, HiddenKind
-from exo_node.mtp.families.weights import load_head
+from exo_node.mtp.families.weights import fill_head, load_head
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
 from exo_node.shard.checkpoint.head_tensors import HeadFound, HeadMissing, find_head
 from exo_node.shard.engine.answers.text_engine import TextEngine
@@ -512,31 +513,31 @@ def test_answers_in_a_batch_are_those_without_drafts(name: Name) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "tensor", "prefix"),
+    ("name", "layout", "tensor", "lacks"),
     [
-        ("glm4_moe_lite", "nextn", "self_attn.kv_b_proj.weight", f"model.layers.{LAYERS}."),
-        ("mimo", "mimo", "input_proj.weight", "model.mtp_layers.0."),
-        ("glm_moe_dsa", "nextn", "self_attn.indexer.wk.weight", f"model.layers.{LAYERS}."),
-        ("ernie4_5_moe", "ernie", "mtp_block.0.mlp.up_proj.weight", "model."),
-        ("longcat_flash", "longcat", "self_attn.o_proj.weight", "model.mtp.layers.0."),
-        ("nemotron_h", "nemotron", "layers.1.mixer.experts.3.up_proj.weight", "mtp."),
-        ("mimo_v2_flash", "mimo_v2", "self_attn.v_proj.weight", "model.mtp.layers.0."),
-        ("step3p5", "step", "self_attn.g_proj.weight", f"model.layers.{LAYERS}."),
+        ("glm4_moe_lite", "nextn", "self_attn.kv_b_proj.weight", "self_attn.embed_q.weight"),
+        ("mimo", "mimo", "input_proj.weight", ""),
+        ("glm_moe_dsa", "nextn", "self_attn.indexer.wk.weight", ""),
+        ("ernie4_5_moe", "ernie", "mtp_block.0.mlp.up_proj.weight", ""),
+        ("longcat_flash", "longcat", "self_attn.o_proj.weight", ""),
+        ("nemotron_h", "nemotron", "layers.1.mixer.experts.3.up_proj.weight", ""),
+        ("mimo_v2_flash", "mimo_v2", "self_attn.v_proj.weight", ""),
+        ("step3p5", "step", "self_attn.g_proj.weight", ""),
     ],
 )
-def test_a_head_is_found_whole_or_the_missing_tensor_is_named(
-    name: Name, layout: str, tensor: str, prefix: str, tmp_path: Path
+def test_a_head_is_filled_whole_or_the_missing_tensor_is_named(
+    name: Name, layout: str, tensor: str, lacks: str
 ) -> None:
     head = find_head(read_checkpoint(checkpoint(name)))
     assert isinstance(head, HeadFound)
     assert head.layout == layout
     stored = cast("dict[str, mx.array]", mx.load(str(checkpoint(name) / "model.safetensors")))
-    del stored[f"{prefix}{tensor}"]
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), stored, {"format": "pt"})
-    _ = (tmp_path / "config.json").write_text((checkpoint(name) / "config.json").read_text())
-    missing = find_head(read_checkpoint(tmp_path))
-    assert isinstance(missing, HeadMissing)
-    assert f"incomplete: {prefix}{tensor}" in missing.reason
+    tensors = {canonical: stored[t.name] for canonical, t in head.tensors.items()}
+    family = made_family(stage_of(checkpoint(name), LAYERS), "post_norm")
+    _ = fill_head(family, HeadSource(tensors, None))
+    del tensors[tensor]
+    with pytest.raises(HeadUnusable, match=f"lacks {lacks or tensor}"):
+        _ = fill_head(family, HeadSource(tensors, None))
 
 
 def test_tensors_of_longcats_head_that_do_not_fit_together_are_refused() -> None:
@@ -556,9 +557,11 @@ def test_a_further_layer_of_mimos_head_is_refused(tmp_path: Path) -> None:
     }
     mx.save_safetensors(str(tmp_path / "model.safetensors"), stored | further, {"format": "pt"})
     config: dict[str, Any] = json.loads((checkpoint("mimo") / "config.json").read_text())
-    for layers, says in ((1, "config.json does not predict"), (2, "only heads of one")):
-        changed = config | {"num_nextn_predict_layers": layers}
-        _ = (tmp_path / "config.json").write_text(json.dumps(changed))
-        missing = find_head(read_checkpoint(tmp_path))
-        assert isinstance(missing, HeadMissing)
-        assert says in missing.reason
+    _ = (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 2}))
+    missing = find_head(read_checkpoint(tmp_path))
+    assert isinstance(missing, HeadMissing)
+    assert "only heads of one" in missing.reason
+    _ = (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    _ = shutil.copy(checkpoint("mimo", fitted=True) / "tokenizer.json", tmp_path)
+    state = load_quietly(spec(tmp_path, 0, LAYERS, num_layers=LAYERS, native_mtp=True)).head_state
+    assert "that config.json does not predict, the first model.mtp_layers.1." in state

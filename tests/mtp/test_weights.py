@@ -262,6 +262,25 @@ def test_a_quantised_layer_without_its_biases_is_refused(dense: Qwen35Family) ->
     assert "lacks fc.biases" in refusal(dense, tensors)
 
 
+@pytest.mark.parametrize("name", ["fc.weight", "norm.weight", "fc.scales"])
+def test_numbers_that_are_not_read_are_refused_by_their_type(
+    dense: Qwen35Family, name: str
+) -> None:
+    """FP8 as Qwen publishes it, scales of an mx format, and integers."""
+    tensors = tensors_of(dense.make_head())
+    if name == "fc.scales":
+        tensors = tensors_of(quantised(dense.make_head(), lambda _: {"bits": 4, "group_size": 64}))
+    tensors[name] = tensors[name].astype(mx.uint8)
+    assert f"{name} is stored as mlx.core.uint8, not read" in refusal(dense, tensors)
+
+
+def test_a_tensor_that_nothing_reads_is_named(kind: Qwen35Family) -> None:
+    tensors = tensors_of(kind.make_head()) | {"fc.weight_scale_inv": mx.zeros((1, 1))}
+    assert "1 tensors that config.json does not predict, the first fc.weight_scale_inv" in (
+        refusal(kind, tensors)
+    )
+
+
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, None])
 def test_the_head_takes_the_wanted_dtype_packed_weights_aside(
     dense: Qwen35Family, dtype: mx.Dtype | None

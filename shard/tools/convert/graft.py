@@ -12,10 +12,11 @@ from typing import Any, Final, cast
 
 import mlx.core as mx
 
+from ....mtp.seams import FORWARD_FAULTS
 from ....placement.errors import InvalidCheckpoint
 from ...checkpoint.checkpoint import Checkpoint, read_checkpoint, text_config
 from ...checkpoint.head_tensors import HeadFound, HeadMissing, find_head
-from ...model.open_model import backbone_is_raw, head_arrays
+from ...model.open_model import backbone_is_raw, head_arrays, headline, require_head_fits
 
 HEAD_FILE: Final = "mtp.safetensors"
 """mlx-lm reads `model*.safetensors` only, so other programs can still read the checkpoint."""
@@ -88,22 +89,30 @@ def graft(target: Checkpoint, source: Checkpoint, bits: int | None) -> HeadFound
     donor_head = find_head(source)
     if isinstance(donor_head, HeadMissing):
         raise InvalidCheckpoint(f"{source.folder.name} gives no head: {donor_head.reason}")
-    head = _standard_head(source, donor_head)
-    if bits is not None:
-        head = _quantise(head, bits)
-    prefix = {"qwen": "mtp.", "mimo": "model.mtp_layers.0."}.get(donor_head.layout)
-    if prefix is None:
-        prefix = f"model.layers.{text_config(target.config)['num_hidden_layers']}."
-    _write(target.folder, {f"{prefix}{name}": array for name, array in head.items()})
-    return _read_back(target.folder)
+    try:
+        head = _standard_head(source, donor_head)
+        if bits is not None:
+            head = _quantise(head, bits)
+    except FORWARD_FAULTS as fault:
+        raise InvalidCheckpoint(
+            f"the head of {source.folder.name} cannot be read ({headline(fault)}); take it from "
+            "the original repository"
+        ) from fault
+    _write(target.folder, head)
+    try:
+        return _read_back(target.folder)
+    except InvalidCheckpoint:
+        (target.folder / HEAD_FILE).unlink()
+        raise
 
 
 def _standard_head(source: Checkpoint, donor_head: HeadFound) -> Arrays:
-    """The head's tensors as `find_head` expects them in a separate file.
+    """The head's tensors by their names in `source`, as a file of their own has them.
 
     Norms have their final values, and FP8 blocks are bfloat16.
     """
-    arrays = dict(head_arrays(source, donor_head))
+    canonical = head_arrays(source, donor_head)
+    arrays = {donor_head.tensors[name].name: array for name, array in canonical.items()}
     for name in [name for name in arrays if name.endswith(_SCALE)]:
         weight = name.removesuffix(_SCALE)
         arrays[weight] = _from_blocks(arrays[weight], arrays.pop(name))
@@ -149,14 +158,12 @@ def _write(folder: Path, arrays: Arrays) -> None:
 
 
 def _read_back(folder: Path) -> HeadFound:
-    """Reads the written head as hostile input, as any checkpoint; removes it if invalid."""
-    try:
-        head = find_head(read_checkpoint(folder))
-        if isinstance(head, HeadMissing):
-            raise InvalidCheckpoint(f"the head does not fit {folder.name}: {head.reason}")
-    except InvalidCheckpoint:
-        (folder / HEAD_FILE).unlink()
-        raise
+    """Reads the written head as hostile input, as a load would. Raises InvalidCheckpoint."""
+    checkpoint = read_checkpoint(folder)
+    head = find_head(checkpoint)
+    if isinstance(head, HeadMissing):
+        raise InvalidCheckpoint(f"the head does not fit {folder.name}: {head.reason}")
+    require_head_fits(checkpoint, head)
     return head
 
 

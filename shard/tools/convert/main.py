@@ -26,7 +26,6 @@ from mlx_lm.utils import quantize_model
 from ....placement.errors import InvalidCheckpoint
 from ...checkpoint.chat_format import EXTRA_FILES
 from ...checkpoint.checkpoint import INDEX_FILE, Checkpoint, is_weight_file, read_checkpoint
-from ...checkpoint.head_tensors import HeadFound, find_head
 from ...model.open_model import open_model
 from ..child import ChildRequest, run_child
 from .graft import graft, require_same_model
@@ -113,10 +112,12 @@ def _copy_texts(source: Path, target: Path) -> None:
 
 def _head(folder: Path, donor: Checkpoint, request: ConvertRequest) -> str:
     """Keeps or adds the head; "found" or why there is none, which is an error of a graft."""
-    donor_head = find_head(donor)
-    if not request.head and not isinstance(donor_head, HeadFound):
-        return donor_head.reason
-    _ = graft(read_checkpoint(folder), donor, request.head_bits)
+    try:
+        _ = graft(read_checkpoint(folder), donor, request.head_bits)
+    except InvalidCheckpoint as fault:
+        if request.head:
+            raise
+        return fault.message
     return "found"
 
 

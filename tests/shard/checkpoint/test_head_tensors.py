@@ -1,7 +1,6 @@
-"""The native MTP head is found in every layout that publishers use, whole or not at all."""
+"""The native MTP head is found under every name that publishers use, or a reason says why not."""
 
 import importlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -70,7 +69,7 @@ def test_the_demos_head_has_fifteen_tensors_in_the_backbones_last_file() -> None
     head = whole_head(DEMO)
     assert len(head.tensors) == 15
     assert head.files == ("model-00003-of-00003.safetensors",)
-    assert head.shares_file_with_backbone and not head.bits
+    assert head.shares_file_with_backbone and not head.quantised
     assert head.tensors["fc.weight"].shape == (256, 512)
     assert head.tensors["fc.weight"].name == "mtp.fc.weight"
     assert head.nbytes == sum(tensor.nbytes for tensor in head.tensors.values()) == 1_968_896
@@ -109,69 +108,10 @@ def test_a_head_in_a_file_of_its_own_needs_no_prefix(dense: Path) -> None:
     assert bytes_of_ends(after) == bytes_of_ends(before) > 0
 
 
-def quantise(weights: Weights) -> None:
-    """Quantises a head as mlx-lm does: every matrix but fc, in groups of 64 of 4 bits."""
-    for name in [
-        name for name in weights if "mtp.layers" in name and name.endswith("_proj.weight")
-    ]:
-        stem = name.removesuffix(".weight")
-        parts: Any = mx.quantize(weights[name], group_size=64, bits=4)
-        weights[name], weights[f"{stem}.scales"], weights[f"{stem}.biases"] = parts
-
-
-def spoil(name: str, value: mx.array | None) -> Callable[[Weights], object]:
-    def change(weights: Weights) -> None:
-        weights.pop(name, None)
-        if value is not None:
-            weights[name] = value
-
-    return change
-
-
-Q = "language_model.mtp.layers.0.self_attn.q_proj"
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (spoil(f"{Q}.scales", None), "q_proj.scales is missing"),
-        (spoil(f"{Q}.scales", mx.zeros((128, 3))), "q_proj.scales has shape (128, 3)"),
-        (spoil(f"{Q}.biases", mx.zeros((128, 2))), "q_proj.biases has shape (128, 2)"),
-        (spoil(f"{Q}.weight", mx.zeros((128, 9), mx.uint32)), "q_proj.weight has shape (128, 9)"),
-        (spoil(f"{Q}.weight", mx.zeros((64, 8), mx.uint32)), "q_proj.weight has shape (64, 8)"),
-        (spoil(f"{Q}.weight", mx.zeros((), mx.uint32)), "q_proj.weight has shape ()"),
-        (spoil(f"{Q}.weight", mx.zeros((128, 64), mx.uint8)), "stored as U8"),
-    ],
-)
-def test_a_quantised_head_must_fit_too(
-    change: Callable[[Weights], object], text: str, tmp_path: Path
-) -> None:
-    folder = make_checkpoint(tmp_path / "q", "qwen3_5", raw=False)
-    rewrite(folder, quantise)
-    rewrite(folder, change)
-    assert text in reason(folder)
-
-
 def test_a_second_head_is_ambiguous(dense: Path) -> None:
     save(dense / "mtp.safetensors", {"model.mtp.fc.weight": mx.zeros((64, 128))})
     text = reason(dense)
     assert "fc.weight twice" in text and "model.mtp.fc.weight" in text
-
-
-@pytest.mark.parametrize("key", ["hidden_size", "num_key_value_heads", "intermediate_size"])
-def test_a_config_without_sizes_predicts_nothing(key: str, dense: Path) -> None:
-    config = json.loads((dense / "config.json").read_text())
-    config["text_config"][key] = "64"
-    (dense / "config.json").write_text(json.dumps(config))
-    assert f"gives no {key}" in reason(dense)
-
-
-def test_a_config_of_zeros_is_a_reason_and_no_crash(dense: Path) -> None:
-    config = json.loads((dense / "config.json").read_text())
-    config["text_config"] |= dict.fromkeys(("hidden_size", "num_attention_heads", "head_dim"), 0)
-    (dense / "config.json").write_text(json.dumps(config))
-    rewrite(dense, lambda w: w.update({"mtp.fc.weight": mx.zeros((0, 1), mx.uint32)}))
-    assert "fc.weight has shape (0, 1)" in reason(dense)
 
 
 @pytest.mark.parametrize("experts", ["fused", "unfused", "stacked"])
@@ -181,7 +121,7 @@ def test_a_head_of_mixed_bits_is_loaded_as_it_is_found(experts: str, tmp_path: P
     )
     rewrite(folder, quantise_mixed)
     head = whole_head(folder)
-    assert set(head.bits.values()) == {3, 4, 5, 6, 8}
+    assert head.quantised
     files = {file: load(folder / file) for file in head.files}
     arrays = {key: files[tensor.file][tensor.name] for key, tensor in head.tensors.items()}
     model = importlib.import_module("mlx_lm.utils").load_model(folder)[0]
@@ -191,9 +131,10 @@ def test_a_head_of_mixed_bits_is_loaded_as_it_is_found(experts: str, tmp_path: P
         None,
     )
     bits = {path: module.bits for path, module in loaded.named_modules() if "bits" in vars(module)}
-    assert bits["layer.self_attn.v_proj"] == head.bits["layers.0.self_attn.v_proj.weight"] == 5
+    assert set(bits.values()) == {3, 4, 5, 6, 8}
+    assert bits["layer.self_attn.v_proj"] == 5
     assert bits["layer.mlp.switch_mlp.up_proj"] == 8
-    assert bits["layer.mlp.gate"] == head.bits["layers.0.mlp.gate.weight"] == 6
+    assert bits["layer.mlp.gate"] == 6
 
 
 def quantise_mixed(weights: Weights) -> None:
