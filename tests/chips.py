@@ -178,11 +178,12 @@ class _Kernels:
         return 2.9 if self._last.startswith("steel") else 1.0
 
     def matmul(self, stock: Callable[..., mx.array], x: mx.array, w: Any) -> mx.array:
-        if not isinstance(w, mx.array) or w.ndim not in (2, 3) or x.ndim < 2:
+        if not isinstance(w, mx.array) or x.ndim < 2 or not _is_modelled(w):
             return stock(x, w)
         dtype = mx.result_type(x, w)
         out = stock(x.astype(mx.float32), w.astype(mx.float32))
-        rows = _rows_of(x) if w.ndim == 2 else x.shape[-2]  # with weights for each head
+        is_one = w.ndim != 3 and w.size == w.shape[-1] * w.shape[-2]
+        rows = _rows_of(x) if is_one else x.shape[-2]  # with others for each head or request
         kernel = self._chip.dense(rows, w.shape[-1], dtype)
         return self._deviating(out, kernel).astype(dtype)
 
@@ -244,6 +245,11 @@ class _Kernels:
             1, out.shape[-1] + 1
         )
         return out.astype(mx.float32) * (1 + self._deviation * mx.sin(wave))
+
+
+def _is_modelled(w: mx.array) -> bool:
+    """Whether `w` is weights, for each head perhaps, or keys that all heads of a request share."""
+    return w.ndim in (2, 3) or (w.ndim == 4 and w.shape[1] == 1)
 
 
 def _rows_of(x: mx.array) -> int:

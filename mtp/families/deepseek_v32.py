@@ -12,7 +12,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import CacheList, KVCache
 
 from ..caches.rollback import RowCache, Swaps
-from .latent_attention import MAX_BLOCK_ROWS
+from .latent_attention import MAX_BLOCK_ROWS, scores_of_rows
 from .nextn import NextnFamily
 
 
@@ -26,7 +26,7 @@ class DeepseekV32BlockAttention(deepseek_v32.DeepseekV32Attention):
 
     def __call__(self, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
         batch, rows, _ = x.shape
-        if cache is None or rows == 1 or rows > MAX_BLOCK_ROWS:
+        if cache is None or batch == rows == 1 or rows > MAX_BLOCK_ROWS:
             return super().__call__(x, mask, cache)
         low = self.q_a_layernorm(self.q_a_proj(x))
         q = self.q_b_proj(low).reshape(batch, rows, self.num_heads, -1).transpose(0, 2, 1, 3)
@@ -51,7 +51,7 @@ class DeepseekV32BlockAttention(deepseek_v32.DeepseekV32Attention):
                 keys, rotary = (_gather(each, chosen) for each in (keys, rotary))
                 if row_mask is not None:
                     row_mask = mx.take_along_axis(row_mask, chosen, axis=-1)
-            scores = (q_pe[:, :, one] * self.scale) @ rotary.swapaxes(-1, -2)
+            scores = scores_of_rows(q_pe[:, :, one], rotary, self.scale)
             if row_mask is not None:
                 lowest = mx.array(mx.finfo(scores.dtype).min, scores.dtype)
                 scores = mx.where(row_mask, scores, lowest)
@@ -83,7 +83,7 @@ class DeepseekV32BlockAttention(deepseek_v32.DeepseekV32Attention):
         top = self.indexer.index_topk
         if k.shape[2] <= top:
             return None
-        scores = mx.maximum(q @ k.swapaxes(-1, -2), 0) * weights
+        scores = mx.maximum(scores_of_rows(q, k), 0) * weights
         scores = scores.sum(axis=1, keepdims=True)
         if mask is not None:
             scores = mx.where(mask, scores, -float("inf"))

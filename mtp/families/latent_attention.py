@@ -23,19 +23,20 @@ class BlockLatentAttention:
 
     mlx-lm projects a single row's query into the latent space, but for more rows it projects every
     cached key and value out of it: a verify would round differently from the single steps that it
-    replaces, and its cost would grow with the context.
+    replaces, and its cost would grow with the context. Requests of a batch are computed as each is
+    alone.
     """
 
     def __call__(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> Any:
         batch, rows, _ = x.shape
-        if cache is None or rows == 1 or rows > MAX_BLOCK_ROWS:
+        if cache is None or batch == rows == 1 or rows > MAX_BLOCK_ROWS:
             return super().__call__(x, mask, cache)  # pyright: ignore[reportAttributeAccessIssue]
         q = self._queries(x).reshape(batch, rows, self.num_heads, -1).transpose(0, 2, 1, 3)
         q_nope, q_pe = mx.split(q, [self.qk_nope_head_dim], axis=-1)
         latent, k_pe = mx.split(self.kv_a_proj_with_mqa(x), [self.kv_lora_rank], axis=-1)
         q_pe, k_pe = self.rope(q_pe, cache.offset), self.rope(k_pe[:, None], cache.offset)
         latent, k_pe = cache.update_and_fetch(self._latent(latent)[:, None], k_pe)
-        scores = (q_pe * self.scale) @ k_pe.swapaxes(-1, -2)
+        scores = scores_of_rows(q_pe, k_pe, self.scale)
         if mask is not None:
             lowest = mx.array(mx.finfo(scores.dtype).min, scores.dtype)
             scores = mx.where(mask, scores, lowest)
@@ -54,6 +55,20 @@ class BlockLatentAttention:
     def _latent(self: Any, projected: mx.array) -> mx.array:
         """The latent of each row that the cache keeps, (B, n, kv_lora_rank)."""
         return self.kv_a_layernorm(projected)
+
+
+def scores_of_rows(q: mx.array, k: mx.array, scale: float = 1) -> mx.array:
+    """(q * scale) @ k, for q (B, heads, n, D) and k (B, 1, N, D), in calls as of single steps.
+
+    MLX chooses the kernel by heads times rows, and with several requests by rows alone.
+    """
+    requests = [
+        mx.concatenate(
+            [(q[b : b + 1, :, i : i + 1] * scale) @ keys for i in range(q.shape[2])], axis=2
+        )
+        for b, keys in enumerate(mx.split(k.swapaxes(-1, -2), k.shape[0]))
+    ]
+    return mx.concatenate(requests)
 
 
 @cache

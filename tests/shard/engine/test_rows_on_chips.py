@@ -22,6 +22,7 @@ from small import small_spec
 from zoo import VOCABULARY, tiny_config
 from zoo_runs import as_two_stages, on_one_node, small, together_on_one_node
 
+from exo_node.mtp.batch_probe import batch_identity
 from exo_node.mtp.families.table import family_of
 from exo_node.mtp.pieces import result_of
 from exo_node.mtp.probe import Subject, greedy_identity
@@ -289,10 +290,35 @@ def identity_of(name: str, *, grouped: bool) -> str:
         stage = StageModel(model, 0, len(model.layers))
         if grouped:
             assert group_rows(stage.own_modules(outer=True), mx.float32, perf_counter)
-        family = family_of(model)
-        target = WholeTarget(model) if family is None else FamilyTarget(family)
-        subject = Subject(target, stage.make_caches, 160, CONTEXT, lambda: 0.0)
-        return result_of(greedy_identity(subject, 3))
+        return result_of(greedy_identity(subject_of(model, stage, CONTEXT), 3))
+
+
+def subject_of(model: nn.Module, stage: StageModel, context: int) -> Subject:
+    family = family_of(model)
+    target = WholeTarget(model) if family is None else FamilyTarget(family)
+    return Subject(target, stage.make_caches, 160, context, lambda: 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "batches"),
+    [
+        ("deepseek_v3", "bitwise"),
+        ("glm4_moe_lite", "bitwise"),
+        ("longcat_flash", "bitwise"),
+        ("deepseek_v32", "near_tie"),  # its rows do not attend over their own keys in batches
+    ],
+)
+def test_latent_attention_is_exact_across_a_border_and_says_so(name: str, batches: str) -> None:
+    """Scores of rotary keys are products without weights, of heads times rows."""
+    with on_chip(M3_MAX), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_sets, "VALUES", 64)
+        model: Any = small({**tiny_config(name), "vocab_size": 160})
+        model.set_dtype(mx.bfloat16)
+        stage = StageModel(model, 0, len(model.layers))
+        _ = remedies(stage, mx.bfloat16)
+        assert result_of(greedy_identity(subject_of(model, stage, 2000), 3)) == "bitwise"
+        assert result_of(batch_identity(subject_of(model, stage, CONTEXT), 3)) == "bitwise"
+        assert result_of(batch_identity(subject_of(model, stage, 2000), 3)) == batches
 
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
