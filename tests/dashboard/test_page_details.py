@@ -1,14 +1,13 @@
 """Where the focus goes, how large and how aligned things are, and how messages are worded."""
 
 import re
-from typing import Any
 
 import pytest
-from browser import DESK, PHONE, Visit, send, visit, wait_for_answer
+from browser import Visit, send, wait_for_answer
 from fakes import Json
 from http_node import Node
 from page_cluster import Cluster, copy, member, planned, stage
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import expect
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -64,38 +63,6 @@ def test_insight_has_what_happened_while_an_answer_of_the_page_was_written(
     before = view.count_requests("/metrics")
     page.wait_for_timeout(2_500)
     assert view.count_requests("/metrics") == before  # nothing asks while nothing is written
-
-
-@pytest.mark.parametrize("look", [DESK, PHONE], ids=["desk", "phone"])
-def test_what_is_tapped_in_the_header_is_large_enough(
-    browser: Browser, node: Node, cluster: Cluster, look: dict[str, Any]
-) -> None:
-    cluster.nodes = [member(1), member(2)]
-    with visit(browser, f"http://127.0.0.1:{node.port}", **look) as view:
-        bounds = view.go().get_by_role("link", name="2 of 2 nodes").bounding_box()
-        assert bounds is not None
-        assert min(bounds["width"], bounds["height"]) >= 24  # 2.5.8 of WCAG
-
-
-COLOUR = "one => getComputedStyle(one).backgroundColor"
-FILL = "one => getComputedStyle(one).fill"
-
-
-def test_cards_of_nodes_are_aligned_and_a_dead_one_has_one_colour(
-    view: Visit, cluster: Cluster
-) -> None:
-    cluster.nodes = [member(1), member(2), member(3, status="dead")]
-    page = view.go("#/cluster")
-    facts = page.locator(".cards .node > p:nth-of-type(2)")
-    expect(facts).to_have_count(3)
-    tops = [bounds["y"] for each in facts.all() if (bounds := each.bounding_box()) is not None]
-    cards = [bounds["y"] for each in page.locator(".cards .node").all()
-             if (bounds := each.bounding_box()) is not None]  # fmt: skip
-    depths = {round(top - card) for top, card in zip(tops, cards, strict=True)}
-    assert len(depths) == 1
-    dead = page.locator(".faded .swatch").evaluate(COLOUR)
-    assert dead == page.locator(".topology .card.dead .dot").evaluate(FILL)
-    assert dead != page.locator(".cards .swatch").first.evaluate(COLOUR)
 
 
 @pytest.mark.parametrize(

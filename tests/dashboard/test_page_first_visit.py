@@ -7,7 +7,7 @@ import pytest
 from browser import PHONE, Visit, answers, model_button, send, visit, wait_for_answer
 from fakes import FINISHED, Json, says
 from http_node import Node
-from page_cluster import Cluster, member, model
+from page_cluster import Cluster, model
 from playwright.sync_api import Browser, FloatRect, Locator, Route, expect
 
 from exo_node.node.chat.requests import Finished, ReasoningDelta, Started, TextDelta
@@ -143,19 +143,6 @@ def box(place: Locator) -> FloatRect:
     return bounds
 
 
-def test_nothing_in_a_nodes_card_overlaps_the_crown(view: Visit, cluster: Cluster) -> None:
-    stages = [{"placement": f"p{n}", "model": "m", "layers": [100, 120]} for n in range(2)]
-    cluster.nodes = [member(1, name="MacBook-Pro-of-Anna-Maria", head=True, stages=stages)]
-    page = view.go("#/cluster")
-    crown = box(page.locator(".topology path.head"))
-    card = box(page.locator(".topology .body"))
-    for name in ("name", "what", "used"):
-        other = box(page.locator(f".topology .{name}"))
-        below = other["y"] >= crown["y"] + crown["height"]
-        assert below or other["x"] >= crown["x"] + crown["width"], name
-        assert other["x"] + other["width"] <= card["x"] + card["width"], name
-
-
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_an_answer_of_thoughts_alone_is_marked_and_shows_them(
     view: Visit, node: Node, reason: Any
@@ -191,25 +178,6 @@ def test_a_long_paste_is_folded(view: Visit, node: Node) -> None:
     page.get_by_role("button", name="Show less").click()
     assert len(question.inner_text()) < 2000
     assert view.violations() == []
-
-
-TEXT_WIDTH = """select => {
-  const context = document.createElement("canvas").getContext("2d");
-  context.font = getComputedStyle(select).font;
-  return context.measureText(select.selectedOptions[0].text).width;
-}"""
-
-
-def test_the_choice_of_drafts_is_not_cut(view: Visit) -> None:
-    page = view.go()
-    page.get_by_role("button", name="Options", exact=True).click()
-    select = page.get_by_label("Drafts (K)")
-    arrow_and_padding = 42
-    assert select.evaluate(TEXT_WIDTH) + arrow_and_padding <= box(select)["width"]
-    panel = page.get_by_role("complementary", name="Options of this conversation")
-    for field in panel.locator("input, select, textarea").filter(visible=True).all():
-        room = box(panel)["x"] + box(panel)["width"] - box(field)["x"] - box(field)["width"]
-        assert room >= 8, "a field touches the panel's edge"
 
 
 def test_on_a_phone_commands_keep_their_lines_and_the_models_arrow_is_near(

@@ -50,20 +50,6 @@ def test_the_page_shows_where_the_layers_are_now(
         expect(page.get_by_text("Loaded on mac-1, mac-3.")).to_be_visible()
 
 
-def test_a_hop_over_a_node_goes_around_its_card(
-    browser: Browser, node: Node, cluster: Cluster
-) -> None:
-    cluster.nodes = [member(number) for number in (1, 2, 3)]
-    cluster.placements = [copy(1, stages=stages(1, 3, 2))]
-    with visit(browser, f"http://127.0.0.1:{node.port}", **DESK) as view:
-        page = view.go("#/cluster")
-        paths = page.locator(".topology .hop")
-        expect(paths).to_have_count(3)
-        arcs = [path.get_attribute("d") or "" for path in paths.all()]
-        assert ["Q" in path for path in arcs] == [True, False, False]
-        view.shot("arc")
-
-
 def test_a_cluster_that_was_left_is_named_and_asked_again_by_a_button(
     browser: Browser, node: Node, cluster: Cluster
 ) -> None:

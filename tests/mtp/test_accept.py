@@ -7,18 +7,14 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tables import random_table, tell
 
 from exo_node.mtp import accept
 from exo_node.mtp.accept import accept_by_block, accept_matching
-from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.sampling import ACCEPT, RESIDUAL, TOKEN, Distribution, Noise, draw
-from exo_node.mtp.seams import Drafts, as_ids, as_row
+from exo_node.mtp.seams import as_ids, as_row
 from exo_node.mtp.types import Sampling
 
 Floats = npt.NDArray[np.float64]
-
-TARGET = random_table(3, seed=11)
 
 
 def log_rows(*rows: Sequence[float]) -> Distribution:
@@ -27,13 +23,6 @@ def log_rows(*rows: Sequence[float]) -> Distribution:
 
 def rows(of: Distribution, end: int) -> Distribution:
     return Distribution(of.log_p[:end], None if of.ids is None else of.ids[:end])
-
-
-def test_equal_distributions_accept_every_draft() -> None:
-    p = log_rows([0.2, 0.8], [0.5, 0.5], [0.9, 0.1])
-    for entropy in range(40):
-        accepted, ids = accept_by_block(p, rows(p, 2), as_row([0, 1]), Noise(entropy), 5).read()
-        assert (accepted, ids[:2]) == (2, [0, 1])
 
 
 def test_a_draft_that_the_target_never_gives_is_never_accepted() -> None:
@@ -135,15 +124,6 @@ def test_after_a_block_that_lost_weight_the_residual_is_that_of_its_weight() -> 
     assert after_one == {2, 3}
 
 
-def test_a_draft_alone_is_accepted_by_ratio() -> None:
-    p, q = log_rows([0.2, 0.3, 0.5], [0.1, 0.1, 0.8]), log_rows([0.6, 0.3, 0.1])
-    for entropy in range(60):
-        draft, noise = entropy % 3, Noise(entropy)
-        ratio = min(1.0, [0.2 / 0.6, 1.0, 5.0][draft])
-        accepted, _ = accept_by_block(p, q, as_row([draft]), noise, 5).read()
-        assert accepted == (float(noise.uniform(5, 1, ACCEPT)) < ratio)
-
-
 def test_rows_that_list_few_ids_give_the_verdict_of_whole_rows() -> None:
     generator = np.random.default_rng(4)
 
@@ -182,29 +162,6 @@ def test_matching_drafts_stand_up_to_the_first_other_one(
     targets: list[int], drafts: list[int], verdict: tuple[int, list[int]]
 ) -> None:
     assert accept_matching(as_row(targets), as_row(drafts)).read() == verdict
-
-
-def test_seeds_differ_from_one_another() -> None:
-    answers = {
-        tell(TARGET, sampling=Sampling(temperature=1.0, seed=seed)).ids for seed in range(20)
-    }
-    assert len(answers) == 20
-
-
-def test_coupled_drafts_of_the_right_distribution_are_all_accepted() -> None:
-    result = tell(TARGET, TARGET, 3, sampling=Sampling(temperature=1.0, seed=1), max_tokens=13)
-    assert [(r.drafted, r.accepted) for r in result.rounds[1:]] == [(3, 3)] * 3
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=3)])
-def test_only_rules_that_sample_keep_the_drafts_distributions(sampling: Sampling) -> None:
-    logits = mx.array(TARGET[0, :1])
-    assert Sampler(Sampling(temperature=1.0), 3).draft(logits, 4).log_probabilities is not None
-    drafted = Sampler(sampling, 3).draft(logits, 4)
-    assert drafted.log_probabilities is None
-    target = mx.concatenate([logits, logits])
-    verdict = Sampler(sampling, 3).judge(target, Drafts(drafted.tokens, None), 4)
-    assert verdict.read()[0] == 1
 
 
 def test_drafts_of_a_block_are_accepted_by_block_and_one_alone_by_ratio() -> None:

@@ -77,13 +77,6 @@ def test_the_ids_are_those_of_plain_decoding(name: str, k: int) -> None:
         assert answer.cached_ids == [*PROMPT, *plain.ids][:-1]
 
 
-@pytest.mark.parametrize("k", [0, 2])
-def test_rounds_that_are_issued_ahead_wait_for_a_copy(k: int) -> None:
-    plain, answer = told(0), told(4, k, runs_ahead=True)
-    assert answer.ids == plain.ids
-    assert copies(answer)[1] > 0
-
-
 @pytest.mark.parametrize("count", range(1, 24))
 def test_an_answer_ends_inside_a_copy_where_plain_decoding_ends(count: int) -> None:
     plain = told(0, max_tokens=40)

@@ -18,7 +18,6 @@ from forced_copies import FixedLength
 from tables import PROMPT, Logits, tell
 
 from exo_node.mtp import sampler as chooser
-from exo_node.mtp import sampling
 from exo_node.mtp.accept import VerifyResult, accept_by_block
 from exo_node.mtp.drafting.lookup_drafts import PromptLookup
 from exo_node.mtp.sampling import ACCEPT, RESIDUAL, Distribution, Noise
@@ -177,11 +176,6 @@ def test_the_distribution_holds_under_filters(k: int, name: str) -> None:
     assert deviation(TARGET, draft, k, FILTERS[name]) < SUSPICIOUS
 
 
-@pytest.mark.parametrize("k", [1, 3])
-def test_it_holds_where_every_draft_is_impossible(k: int) -> None:
-    assert deviation(never(TARGET, 2, 3), never(markov(14), 0, 1), k, WARM) < SUSPICIOUS
-
-
 @pytest.mark.parametrize(("k", "s"), [(1, WARM), (2, FILTERS["top_k"])])
 def test_it_holds_where_only_the_first_ids_can_be_drafted(k: int, s: Sampling) -> None:
     """A drafter that knows three of four ids, and one that knows as few as top_k keeps."""
@@ -328,17 +322,6 @@ def test_a_seed_gives_the_same_tokens_at_every_k_with_any_drafter(name: str) -> 
     }
     [answer] = answers
     assert len(set(answer)) > 1
-
-
-def test_a_seeds_tokens_are_the_same_by_whole_rows_and_by_top_k(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The noise belongs to ids, whatever the rows that are drawn from list."""
-    target = np.broadcast_to(markov(15, vocabulary=8), (70, 8, 8))
-    sparse = tell(target, sampling=LONG, max_tokens=60).ids
-    monkeypatch.setattr(sampling, "SPARSE_TOP_K", 0)
-    assert tell(target, sampling=LONG, max_tokens=60).ids == sparse
-    assert tell(target, -target[..., :5], 2, sampling=LONG, max_tokens=60).ids == sparse
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])

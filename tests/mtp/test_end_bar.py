@@ -76,16 +76,6 @@ def test_neither_the_target_nor_a_draft_takes_an_end_too_early(sampling: Samplin
                 assert not {*likely} & {*ENDS}, "its own distribution is barred, too"
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED, FREE], ids=str)
-def test_an_end_that_was_copied_too_early_falls(sampling: Sampling) -> None:
-    x = logits(4, *ENDS)
-    sampler = sampler_of(sampling, 2)
-    drafts = sampler.copy([1, ENDS[0], 4])
-    accepted, tokens = sampler.judge(x, drafts, 0).read()
-    assert accepted <= 1
-    assert not {*tokens} & {*ENDS}
-
-
 def test_where_a_grammar_allows_ends_alone_one_stands() -> None:
     class OnlyEnd:
         failed = ""
@@ -106,19 +96,3 @@ def test_log_probabilities_are_those_of_what_may_follow() -> None:
     scores = sampler_of(GREEDY, 1).target_logprobs(x, None)
     assert barred_rows(scores) == [True]
     assert abs(mx.logsumexp(scores).item()) < 1e-5  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("sampling", [FREE, Sampling(0.8, top_p=0.9, top_k=9)], ids=str)
-def test_samples_have_the_targets_shares_without_ends(sampling: Sampling) -> None:
-    """Drafts that were drawn as `draft` draws them change no share of the first token."""
-    x = mx.full((2, V), -9.0)
-    x[:, 3], x[:, 7], x[:, 8] = 3.0, 1.0, 1.0 - math.log(3) * 0.8
-    shares = {7: 0, 8: 0}
-    for entropy in range(400):
-        sampler = Sampler(replace(sampling, min_tokens=9), entropy, ends=ENDS)
-        q = sampler.draft(x[:1] * 0.5, 0)
-        _, tokens = sampler.judge(x, q, 0).read()
-        if tokens[0] in shares:
-            shares[tokens[0]] += 1
-        assert tokens[0] not in ENDS
-    assert abs(shares[7] / sum(shares.values()) - 0.75) < 0.08

@@ -1,7 +1,5 @@
 """Heads of every layout are loaded by every family, or refused with the reason."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +8,6 @@ import pytest
 from engines import load_quietly, spec
 from families import (
     ATOL,
-    FED,
     NEXTN,
     ORACLE,
     Tensors,
@@ -201,12 +198,3 @@ def test_a_familys_hidden_and_logits_make_up_the_models_own(tied: bool) -> None:
 
 def test_other_models_have_no_family() -> None:
     assert family_of(nn.Linear(2, 2)) is None
-
-
-def test_families_are_imported_when_their_models_turn_up() -> None:
-    script = "import sys, exo_node.mtp.families.table\nprint(*sys.modules)"
-    command = [sys.executable, "-P", "-c", script]
-    names = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-    families = {f"mlx_lm.models.{name}" for name in FED}
-    assert "exo_node.mtp.families.table" in names
-    assert families.isdisjoint(names)

@@ -77,16 +77,6 @@ def test_it_finds_what_a_search_of_all_places_finds(seed: int) -> None:
         assert one_by_one.find() == naive(ids[:count]) == index_of(ids[:count]).find()
 
 
-@pytest.mark.parametrize("seed", seeds(5, 200))
-def test_growth_keeps_every_occurrence(seed: int) -> None:
-    rng = random.Random(seed)
-    ids = [rng.randrange(10**5) for _ in range(3 * SMALLEST_TABLE)]
-    index = index_of(ids)
-    for place in rng.sample(range(SHORTEST_MATCH, len(ids)), 20):
-        index.extend([10**6, *ids[place - SHORTEST_MATCH : place]])
-        assert index.find() == Match(SHORTEST_MATCH, place)
-
-
 def test_a_long_match_is_followed_as_far_as_it_is_evidence() -> None:
     ids = list(range(200))
     assert index_of([*ids, *ids[:150]]).find() == Match(LONGEST_MATCH, 150)

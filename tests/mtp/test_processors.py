@@ -54,13 +54,6 @@ def test_committed_tokens_move_the_window() -> None:
     assert mx.array_equal(processors.apply(row), by_mlx_lm(ALL, [*PROMPT, 7, 2, 4], row[:]))
 
 
-def test_the_given_logits_are_not_written_to() -> None:
-    block = logits(3)
-    before = mx.array(block)
-    _ = Processors(ALL, PROMPT).apply(block, mx.array([1, 2]))
-    assert mx.array_equal(block, before)
-
-
 @pytest.mark.parametrize("penalties", [Sampling(), Sampling(repetition_context_size=5)])
 def test_without_penalties_logits_pass_untouched(penalties: Sampling) -> None:
     block = logits(2)

@@ -7,11 +7,10 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import mamba
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
-from mlx_lm.models.qwen3_5 import GatedDeltaNet, Model
+from mlx_lm.models.qwen3_5 import Model
 from tiny import row_of_ids, taped_qwen, tiny_qwen
 
 from exo_node.mtp.caches.rollback import (
-    TapedCache,
     cache_arrays,
     can_roll_back,
     rollback,
@@ -19,8 +18,6 @@ from exo_node.mtp.caches.rollback import (
     with_tapes,
 )
 from exo_node.mtp.caches.window import MAX_ROLLBACK_ROWS
-from exo_node.mtp.families.qwen35 import TapedGatedDeltaNet
-from exo_node.mtp.families.table import prepare
 from exo_node.shard.model.stage_model import StageModel
 
 KINDS = {
@@ -95,22 +92,6 @@ def test_any_number_of_rows_can_be_taken_back(models: tuple[Model, Model], rows:
         assert mx.array_equal(forward(model, rolled, after), forward(model, never, after))
 
 
-@pytest.mark.parametrize("dropped", [1, 3, PROMPT])
-def test_rows_of_the_first_forward_can_be_taken_back(
-    models: tuple[Model, Model], dropped: int
-) -> None:
-    _, model = models
-    ids = row_of_ids(PROMPT)
-    rolled = taped_caches(model)
-    _ = forward(model, rolled, ids)
-    rollback(rolled, dropped)
-    never = taped_caches(model)
-    if dropped < PROMPT:
-        _ = forward(model, never, ids[:-dropped])
-    after = row_of_ids(3, seed=6)
-    assert mx.array_equal(forward(model, rolled, after), forward(model, never, after))
-
-
 @pytest.fixture(scope="module")
 def taped() -> Model:
     return taped_qwen()
@@ -181,38 +162,8 @@ def test_layers_that_record_no_tape_get_no_cache_that_wants_one() -> None:
         assert can_roll_back(StageModel(model, 0, 4).make_caches()) == taped
 
 
-def test_a_taped_model_takes_stock_caches_too(taped: Model) -> None:
-    """A cache without a tape is written as mlx-lm writes it."""
-    ids = row_of_ids(4)
-    caches = taped.make_cache()
-    stock = tiny_qwen()
-    assert mx.array_equal(forward(taped, caches, ids), forward(stock, stock.make_cache(), ids))
-
-
-def test_only_the_given_models_instances_change_class() -> None:
-    before = dict(vars(GatedDeltaNet))
-    model, other = tiny_qwen(), tiny_qwen()
-    prepare(model)
-    assert recurrent_classes(model) == [TapedGatedDeltaNet] * 3
-    assert recurrent_classes(other) == [GatedDeltaNet] * 3
-    assert dict(vars(GatedDeltaNet)) == before
-
-
-def recurrent_classes(model: Model) -> list[type]:
-    return [type(m) for _, m in model.named_modules() if isinstance(m, GatedDeltaNet)]
-
-
 def test_a_tape_is_replaced_by_the_next_forwards(taped: Model) -> None:
     """Rows are taken back from the last forward, not from one before it."""
     caches = after_blocks(taped, PROMPT, 4, 2)
     rollback(caches, 2)
     assert_same_state(caches, after_blocks(taped, PROMPT, 4))
-
-
-def test_every_array_of_the_caches_is_listed(taped: Model) -> None:
-    caches = after_blocks(taped, PROMPT)
-    arrays = cache_arrays(caches)
-    assert len(arrays) == 2 * len(caches)
-    assert cache_arrays(taped_caches(taped)) == []
-    [first, *_] = [cache for cache in caches if isinstance(cache, TapedCache)]
-    assert arrays[0] is first.cache[0]

@@ -15,7 +15,6 @@ from exo_node.mtp.drafting.round_policy import (
     Offer,
     RoundPolicy,
 )
-from exo_node.shard.engine.answers.probing import sizes_of
 
 SURE = [0.97**n for n in range(1, 16)]
 POOR = [0.3**n for n in range(1, 16)]
@@ -137,13 +136,6 @@ def test_rounds_of_copies_leave_the_costs_of_the_heads_alone() -> None:
     assert by_head == [1.3, 1.0, None]
 
 
-@pytest.mark.parametrize(
-    ("length", "sizes"), [(3, (3, 16)), (7, (3, 8)), (15, (3, 4)), (1, (3, 16)), (31, ())]
-)
-def test_few_and_as_many_as_fit_are_measured(length: int, sizes: tuple[int, ...]) -> None:
-    assert sizes_of(length, 16) == sizes
-
-
 # ---------------------------------------------------------------- one request
 
 # In plain steps: the demo model on a CPU, with the product's own products of matrices and MLX's.
@@ -246,13 +238,6 @@ def test_removing_rejected_rows_counts_as_often_as_it_is_due() -> None:
     assert copier.of([1.0] * 3) == 3  # 4 tokens in 2 steps
     assert copier.of([0.9] * 3) == 3  # 3.7 in 2.8
     assert copier.of([0.9, 0.8, 0.7]) == 0  # 3.4 in 4.4
-
-
-def test_nothing_is_copied_before_anything_is_measured() -> None:
-    copier = Copier()
-    copier.policy.costs = CostTable()
-    copier.policy.allow([3], OURS, ROLLBACK)
-    assert copier.of([1.0] * 3) == 0
 
 
 def test_answers_begin_with_what_others_showed() -> None:

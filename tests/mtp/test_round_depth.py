@@ -39,15 +39,6 @@ def expected_tokens(acceptance: Sequence[float], k: int) -> float:
     return total + (k + 1) * reached
 
 
-def test_the_published_shares_follow_from_the_conditional_ones() -> None:
-    for profile, shares in (
-        (DENSE_27B, (0.857, 0.754, 0.664)),
-        (MOE_35B, (0.558, 0.383, 0.274)),
-    ):
-        for k, share in enumerate(shares, 1):
-            assert (expected_tokens(profile, k) - 1) / k == pytest.approx(share, abs=2e-3)
-
-
 def adaptive(most: int = 3, initial: int = 1, prior: Prior | None = None) -> DraftDemand:
     acceptance = Acceptance(most, prior or Prior())
     return DraftDemand(most, "the model's default", acceptance, initial)
@@ -167,17 +158,6 @@ def test_the_text_says_which_depth_is_chosen_and_what_the_others_promise() -> No
     fixed = DraftDemand(2, "the request's num_draft_tokens")
     reason = "K = 2 in every round: the request's num_draft_tokens"
     assert policy.reason(fixed, policy.choose([Offer(fixed, 2)])) == reason
-
-
-def test_the_text_of_several_compares_the_depths_that_were_measured() -> None:
-    policy, offers = RoundPolicy(), [Offer(sure_of(SURE), 3)] * 4
-    choice = policy.choose(offers)
-    subject = "K = 0 for 4 requests together"
-    unknown = f"{subject}, until enough is measured to choose by speed"
-    assert policy.reason(offers[0].demand, choice) == unknown
-    assert played(policy, offers, lambda k: 1 + 1.1 * k, 3 * TRIAL_ROUNDS)[-1] == 0
-    speeds = "expected speeds 1.00, 0.93 times plain decoding for K = 0 to 1"
-    assert policy.reason(offers[0].demand, policy.choose(offers)) == f"{subject}: {speeds}"
 
 
 def test_a_depth_that_cannot_pay_is_tried_seldom() -> None:

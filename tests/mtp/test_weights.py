@@ -8,7 +8,6 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.models import lfm2_moe
 from mlx_lm.models.cache import KVCache
 from tiny import family, tiny_qwen
 
@@ -336,33 +335,3 @@ def test_dtypes_follow_the_models_own_predicate(model_type: str) -> None:
     every = [f"layers.0.{name}" for name in _NAMES]
     assert float32_names == {name for name in every if name.endswith(always) or not casts(name)}
     assert any(not casts(name) for name in every)
-
-
-def test_a_loaded_models_expert_bias_stays_as_stored() -> None:
-    args: Any = lfm2_moe.ModelArgs(
-        model_type="lfm2_moe",
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        use_expert_bias=True,
-        num_dense_layers=1,
-        norm_eps=1e-5,
-        conv_bias=False,
-        conv_L_cache=3,
-        rope_theta=1e4,
-        layer_types=["conv", "full_attention"],
-    )
-    model = lfm2_moe.Model(args)
-    cast_parameters(model, mx.bfloat16)
-    float32_names = {
-        name for name, value in parameters_of(model).items() if value.dtype == mx.float32
-    }
-    assert float32_names == {"model.layers.1.feed_forward.expert_bias"}

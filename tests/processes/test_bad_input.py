@@ -141,22 +141,6 @@ def test_a_port_in_use_ends_the_start_with_the_flags_name(tmp_path: Path, flag: 
     assert "add_port" not in text, "a line of gRPC's own"
 
 
-def test_a_bad_variable_ends_the_start_with_its_name(tmp_path: Path) -> None:
-    process = start_process(tmp_path / "n", env={"EXO_CLUSTER_KEY": "short"})
-    assert process.wait(READY_WITHIN_S) == 2
-    text = (tmp_path / "n" / "log").read_text()
-    assert "EXO_CLUSTER_KEY" in text
-    assert "Traceback" not in text
-
-
-def test_a_second_start_on_the_same_data_folder_names_the_first(running: Node) -> None:
-    second = start_process(running.data_dir, log=running.data_dir / "second.log")
-    assert second.wait(READY_WITHIN_S) == 2
-    text = (running.data_dir / "second.log").read_text()
-    assert str(running.process.pid) in text
-    assert good_answer(running)
-
-
 def test_prompts_and_keys_never_reach_the_log(running: Node) -> None:
     canary = "xylophone-canary"
     _ = running.chat(f"Say {canary}", model="good", max_tokens=4)

@@ -1,6 +1,5 @@
 """Choices, log-probabilities of prompts and gaps on a real node, through the official client."""
 
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -116,32 +115,6 @@ def test_the_log_probabilities_of_an_echo_are_those_that_its_answer_had(client: 
         scores["top_logprobs"][-count:], scores["token_logprobs"][-count:], strict=True
     ):
         assert max(alternatives.values()) == value, "each was the likeliest"
-
-
-def test_a_gap_is_the_prompt_of_its_tokens(served: Node, client: Any) -> None:
-    def ids(text: str) -> list[int]:
-        body = {"model": "code", "prompt": text}
-        return served.call("POST", "/v1/tokenize", body).body["tokens"]
-
-    prefix, suffix, middle = (ids(name)[0] for name in FIM)
-    before, behind = "Once upon", " the end<|im_end|>"
-    fields: dict[str, Any] = {"model": "code", "temperature": 0, "max_tokens": 8}
-    gap = client.completions.create(**fields, prompt=before, suffix=" the end")
-    spelt = [prefix, *ids(before), suffix, *ids(" the end"), middle]
-    assert gap.usage.prompt_tokens == len(spelt)
-    assert gap.choices[0].text == client.completions.create(**fields, prompt=spelt).choices[0].text
-    forged = client.completions.create(**fields, prompt=before, suffix=behind)
-    assert forged.usage.prompt_tokens > len(spelt) + 1, "a control token in a text is text"
-    body = {"model": "code", "prompt": before, "suffix": " the end", "stream": False}
-    options = {"temperature": 0, "num_predict": 8}
-    ollama = served.call("POST", "/api/generate", {**body, "options": options})
-    assert ollama.body["response"] == gap.choices[0].text
-
-
-def test_the_log_names_no_prompt_and_has_no_traceback(served: Node) -> None:
-    text = served.log.read_text()
-    assert "Traceback" not in text and "Once upon" not in text
-    assert all(json.loads(line) for line in text.splitlines() if line.startswith("{"))
 
 
 def _runner(served: Node) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from engines import ORACLE
-from nodes import CALL_S, Node, eventually, node
+from nodes import CALL_S, Node, node
 
 PROMPT = "Who are you?"
 ROW: dict[str, Any] = next(row for row in ORACLE if row["prompt"] == PROMPT)
@@ -150,29 +150,6 @@ def test_a_prompt_that_does_not_fit_is_refused_with_the_message_that_claude_code
     assert refused.body["error"]["message"].startswith(start)
 
 
-LONG = "ocean " * 200_000
-LONG_CHAT = [{"role": "user", "content": LONG}]
-LONG_PROMPTS: dict[tuple[str, str], dict[str, Any]] = {
-    ("/v1/chat/completions", "messages"): {"messages": LONG_CHAT},
-    ("/v1/messages", "messages"): {"messages": LONG_CHAT, "max_tokens": 9},
-    ("/v1/messages/count_tokens", "messages"): {"messages": LONG_CHAT, "max_tokens": 9},
-    ("/v1/tokenize", "messages"): {"messages": LONG_CHAT},
-    ("/v1/completions", "prompt"): {"prompt": LONG},
-    ("/v1/tokenize", "prompt"): {"prompt": LONG},
-    ("/v1/responses", "input"): {"input": LONG},
-}
-
-
-@pytest.mark.parametrize(("path", "field"), LONG_PROMPTS, ids=str)
-def test_a_prompt_that_does_not_fit_is_refused_by_its_field(
-    demo: Node, path: str, field: str
-) -> None:
-    body = {"model": "demo", **LONG_PROMPTS[path, field]}
-    error = demo.call("POST", path, body).body["error"]
-    assert (error["code"], error["param"]) == ("context_length_exceeded", field)
-    assert "messages" not in error["message"]
-
-
 def test_the_beginning_of_an_answer_is_continued_with_the_same_tokens(demo: Node) -> None:
     beginning = ROW["text"][: len(ROW["text"]) // 2].rpartition(" ")[0]
     chat = [*ASK, {"role": "assistant", "content": beginning}]
@@ -183,30 +160,8 @@ def test_the_beginning_of_an_answer_is_continued_with_the_same_tokens(demo: Node
     assert post(demo, "/v1/detokenize", {"tokens": prompt})["prompt"].endswith(beginning)
 
 
-def test_ollamas_stream_is_one_json_object_a_line(demo: Node) -> None:
-    connection = demo.connect(demo.port, 300.0)
-    body = json.dumps({"model": "demo", "messages": ASK, "options": {"temperature": 0}})
-    try:
-        connection.request("POST", "/api/chat", body)
-        lines = [json.loads(line) for line in connection.getresponse()]
-    finally:
-        connection.close()
-    assert "".join(line["message"]["content"] for line in lines) == ROW["text"]
-    assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
-
-
 UNKNOWN = {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/$defs/x"}}}
 MANY = {"properties": {f"p{i}": {"$ref": "#"} for i in range(9000)}}
-
-
-def test_a_regular_expression_and_a_grammar_constrain_plain_completions(demo: Node) -> None:
-    wish = {"prompt": "Is it?", "temperature": 0, "max_tokens": 20}
-    completion = post(demo, "/v1/completions", {**wish, "regex": "(yes|no), [a-z]{3}"})
-    assert re.fullmatch("(yes|no), [a-z]{3}", completion["choices"][0]["text"])
-    completion = post(
-        demo, "/v1/completions", {**wish, "grammar": 'start: "a" NUMBER\nNUMBER: /[0-9]{2}/'}
-    )
-    assert re.fullmatch("a[0-9]{2}", completion["choices"][0]["text"])
 
 
 @pytest.mark.parametrize(
@@ -235,18 +190,6 @@ def test_bad_input_is_refused_and_the_next_request_is_served(
     assert reply.status == status, reply
     (choice,) = demo.chat(PROMPT, max_tokens=8, return_token_ids=True)["choices"]
     assert choice["token_ids"] == ROW["greedy_ids"][:8]
-
-
-def test_a_profile_answers_and_keep_alive_0_unloads_its_model(demo: Node) -> None:
-    answer = demo.call("POST", "/v1/chat/completions", {"model": "brief", "messages": ASK}).body
-    assert answer["usage"]["completion_tokens"] == 3
-    assert ROW["text"].startswith(answer["choices"][0]["message"]["content"])
-    models = {entry["id"]: entry for entry in demo.call("GET", "/v1/models").body["data"]}
-    assert models["brief"]["profile_of"] == "demo" and models["brief"]["loaded"]
-    assert post(demo, "/api/chat", {"keep_alive": 0})["done_reason"] == "unload"
-    eventually(lambda: demo.call("GET", "/v1/placements").body["data"] == [], CALL_S)
-    assert demo.call("GET", "/api/ps").body == {"models": []}
-    assert demo.chat(PROMPT)["choices"][0]["message"]["content"] == ROW["text"]
 
 
 LITELLM = """

@@ -1,6 +1,5 @@
 """Real nodes with an embedder: the official clients, both doors, a runner killed in the middle."""
 
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -169,16 +168,6 @@ def test_a_runner_that_is_killed_in_the_middle_costs_no_embedding(pair: tuple[No
     assert struck(killed)
     stats = pair[1].call("GET", "/v1/mtp/stats").body["models"][MODEL]
     assert stats["completion_tokens"] == 0 < stats["prompt_tokens"]
-
-
-def test_a_client_that_leaves_ends_the_work(pair: tuple[Node, Node]) -> None:
-    _ = vectors_of(pair[1], TEXTS[:1])
-    body = json.dumps({"model": MODEL, "input": [TEXTS[3]] * 2000})
-    with closing(pair[1].connect(pair[1].port, CALL_S)) as connection:
-        connection.request("POST", "/v1/embeddings", body, {"Content-Type": "application/json"})
-        eventually(lambda: any(live(pair)), CALL_S)
-    eventually(lambda: not any(live(pair)), 20)
-    assert are_the_oracles(vectors_of(pair[1], TEXTS))
 
 
 def test_an_encoder_embeds_through_every_door_and_gives_no_answers(

@@ -11,8 +11,6 @@ from nodes import COMMAND, Node, node
 from scripted import CONTEXT, Script, make_scripted
 from tool_stand_ins import StandIns
 
-from exo_node.node.cli.coding_tools import TOOLS
-
 pytest.importorskip("anthropic")
 
 CALL = ("Write", {"file_path": "greeting.txt", "content": "hello"})
@@ -110,31 +108,6 @@ def test_the_model_is_loaded_once_and_two_tools_do_their_tasks_with_cached_secon
     assert (tools.folder / "greeting.txt").read_text() == "hello"
     assert placements(served) == {"writer": CONTEXT}
     assert [record["arguments"][-1] for record in tools.records("claude")] == ["-p", "-p"]
-
-
-@pytest.mark.parametrize("tool", TOOLS)
-def test_what_is_printed_names_the_node_and_loads_nothing(
-    served: Node, tools: StandIns, tool: str
-) -> None:
-    before = placements(served)
-    status, out, err = launch(served, tools, tool, "second", "--print")
-    assert (status, err) == (0, "")
-    # Copilot's limit is that of the prompt alone.
-    context = CONTEXT - 8192 if tool == "copilot" else CONTEXT
-    for text in (f"http://127.0.0.1:{served.port}", "second", str(context)):
-        assert text in out
-    assert placements(served) == before
-
-
-def test_a_model_that_is_too_small_is_refused_and_those_that_fit_are_named(
-    served: Node, tools: StandIns
-) -> None:
-    tools.add("claude")
-    status, _, err = launch(served, tools, "claude", "demo")
-    assert status == 2
-    assert "demo has 4,096 tokens of context, and Claude Code needs 32,768 tokens" in err
-    assert "writer" in err and "second" in err
-    assert "demo" not in placements(served)
 
 
 def test_a_model_that_is_loaded_with_less_is_loaded_again_where_a_context_is_named(

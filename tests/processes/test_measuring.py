@@ -250,19 +250,6 @@ def test_an_unload_and_a_load_in_the_middle_of_a_measurement(
     require_calm(disturbed)
 
 
-def test_a_load_of_another_model_in_the_middle_of_a_measurement(
-    disturbed: Node, pieces: Pieces
-) -> None:
-    _ = load(disturbed, "demo")
-    pieces.wait_for_more()
-    _ = load(disturbed, "other")
-    assert disturbed.chat("Hello.", model="other", max_tokens=8)["usage"]["completion_tokens"] > 0
-    assert story(disturbed)["batching_reason"].startswith("not measured yet")
-    assert {stage["status"] for stage in disturbed.stages()} == {"ready"}
-    pieces.hurry()
-    require_calm(disturbed)
-
-
 def test_a_flood_of_chats_and_a_kill_in_the_middle_of_a_measurement(
     disturbed: Node, pieces: Pieces
 ) -> None:

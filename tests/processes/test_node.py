@@ -166,25 +166,6 @@ def test_concurrent_answers_share_forwards_and_are_the_oracles(demo: Node) -> No
     assert {stats["batch_identity"] for stats in shared} == {"bitwise"}
 
 
-def test_the_list_of_models_shows_their_mtp_state(demo: Node) -> None:
-    demo.chat("Who are you?", max_tokens=2)
-    models = {model["id"]: model for model in demo.call("GET", "/v1/models").body["data"]}
-    mtp = models["demo"]["native_mtp"]
-    assert models["demo"]["loaded"] is True
-    assert (mtp["weights"], mtp["enabled"], mtp["max_k"]) == ("found", True, 3)
-    listed = demo.call("GET", "/v1/models?catalog=1").body["data"]
-    missing = {model["id"]: model for model in listed}["Qwen/Qwen3.6-27B"]
-    assert missing["loaded"] is False
-    assert (models["demo"]["downloaded"], missing["downloaded"]) == (True, False)
-    assert (missing["native_mtp"]["default_k"], missing["native_mtp"]["max_k"]) == (2, 3)
-    assert "`exo-node models pull Qwen/Qwen3.6-27B`" in missing["native_mtp"]["reason"]
-    assert "Qwen/Qwen3.6-27B" not in models
-    alone = demo.call("GET", "/v1/models/Qwen/Qwen3.6-27B")
-    assert alone.status == 404
-    assert "`exo-node models pull Qwen/Qwen3.6-27B`" in alone.body["error"]["message"]
-    assert demo.call("GET", "/v1/models?catalog=maybe").status == 400
-
-
 def test_a_placement_shows_why_depth_is_what_it_is(demo: Node) -> None:
     answer = demo.chat("Who are you?", num_draft_tokens=1, max_tokens=12)
     why = "K = 1 in every round: the request's num_draft_tokens"

@@ -1,7 +1,6 @@
 """`exo-node models pull` and `rm` as commands, against a hub on loopback."""
 
 import json
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +8,7 @@ from pathlib import Path
 import pytest
 from api_stub import exo_node
 from hub import REPOSITORY, FakeHub, serve
-from models import DEMO, make_checkpoint
-from nodes import node
+from models import make_checkpoint
 
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
 
@@ -91,25 +89,3 @@ def test_a_failed_pull_prints_one_line_with_the_remedy(
     [line] = [text for text in process.stderr.splitlines() if text.startswith("exo-node: ")]
     assert message in line
     assert "Traceback" not in process.stderr
-
-
-def test_a_request_for_a_catalogued_model_names_the_command_and_downloads_nothing(
-    hub: FakeHub, tmp_path: Path
-) -> None:
-    hub.files = {path.name: path.read_bytes() for path in DEMO.iterdir() if path.is_file()}
-    environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
-    with node(tmp_path / "data", "--no-mdns", env=environment) as running:
-        body = {"model": "Qwen/Qwen3.6-27B", "messages": [{"role": "user", "content": "hi"}]}
-        reply = running.call("POST", "/v1/chat/completions", body)
-        assert reply.status == 404, reply
-        assert "`exo-node models pull Qwen/Qwen3.6-27B`" in reply.body["error"]["message"]
-        placement = running.call("POST", "/v1/placements", {"model": "Qwen/Qwen3.6-27B"})
-        assert placement.status == 404, placement
-        assert "`exo-node models pull Qwen/Qwen3.6-27B`" in placement.body["error"]["message"]
-        assert hub.requests == []
-        # A model that is pulled while the node runs answers by its id.
-        assert pull(hub, tmp_path).returncode == 0
-        assert running.chat("Who are you?", model=REPOSITORY, max_tokens=2)
-        loaded = exo_node("models", "rm", REPOSITORY, "--yes", **settings(hub, tmp_path))
-        assert loaded.returncode == 1 and "is loaded" in loaded.stderr
-    shutil.rmtree(tmp_path / "hf")

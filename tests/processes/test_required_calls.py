@@ -4,7 +4,6 @@ The models are random, one with a template without tools and one that writes cal
 demo.
 """
 
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -109,38 +108,6 @@ def test_openais_parse_returns_instances_of_its_tools_models(
         [call] = whole.message.tool_calls
         assert isinstance(call.function.parsed_arguments, Weather | Now)
         assert choice == "required" or isinstance(call.function.parsed_arguments, Weather)
-
-
-def test_a_stream_and_a_response_carry_the_same_call(
-    served: Node, closing: ExitStack, wish: dict[str, Any]
-) -> None:
-    client = client_of(served, closing)
-    tool = {"name": "Weather", "parameters": PARAMETERS}
-    calling = {
-        "tools": [{"type": "function", "function": tool}],
-        "tool_choice": "required",
-        "parallel_tool_calls": False,
-    }
-    whole = client.chat.completions.create(**wish, **calling).choices[0].message
-    chunks = list(client.chat.completions.create(**wish, **calling, stream=True))
-    deltas = [part for c in chunks for each in c.choices for part in each.delta.tool_calls or ()]
-    arguments = "".join(part.function.arguments or "" for part in deltas)
-    assert json.loads(arguments) == json.loads(whole.tool_calls[0].function.arguments)
-    assert wish["model"] == "plain" or len(deltas) > 5, "in parts, while it is written"
-    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "tool_calls"
-    assert not any(each.delta.content for c in chunks for each in c.choices)
-    fields = {name: value for name, value in wish.items() if name not in ("messages", "seed")}
-    fields["extra_body"] = {} if wish["model"] == "plain" else {"reasoning": {"effort": "none"}}
-    response = client.responses.create(
-        **fields,
-        input=ASK[0]["content"],
-        tools=[{"type": "function", "strict": False, **tool}],
-        tool_choice={"type": "function", "name": "Weather"},
-        parallel_tool_calls=False,
-    )
-    [call] = [item for item in response.output if item.type == "function_call"]
-    _ = Weather.model_validate_json(call.arguments)
-    assert response.status == "completed"
 
 
 def test_anthropics_client_receives_the_call(

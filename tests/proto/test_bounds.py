@@ -341,18 +341,6 @@ EXPECTED = StageLimits(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=CHECKS)
-@given(messages(EVERY["Frame"]))
-def test_any_frame_is_taken_or_refused(message: Message) -> None:
-    frame = cast(pb.Frame, message)
-    try:
-        check_envelope(frame, EXPECTED)
-        if frame.WhichOneof("kind") == "hidden":
-            _ = Assembler(EXPECTED).add(frame)
-    except ExoNodeError as refusal:
-        assert refusal.message
-
-
 BLOCKS = {
     "a round": HiddenBlock(
         (BlockMember("r1", 1, 3), BlockMember("r2", 2, 9)), 1, (1, 2), pb.REPLY_ALL, bytes(2 * 16)
@@ -416,11 +404,3 @@ def test_a_good_frame_with_one_field_at_random_becomes_a_sound_block_or_is_refus
             assert len({m.request for m in block.members}) == len(block.members)
 
     story()
-
-
-@pytest.mark.parametrize("what", BLOCKS)
-def test_the_frames_that_those_begin_from_are_taken(what: str) -> None:
-    (frame,) = cut(BLOCKS[what], "p1", 1, "float32", 4)
-    assert fault(frame) is None
-    check_envelope(frame, EXPECTED)
-    assert Assembler(EXPECTED).add(frame) == BLOCKS[what]

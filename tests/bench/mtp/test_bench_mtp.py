@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,13 @@ from api_stub import exo_node
 from small import small_checkpoint, small_spec
 
 from exo_node.node.store.library import DEFAULT_HEAD
-from exo_node.placement.errors import InvalidSettings, LoadFailed
+from exo_node.placement.errors import InvalidSettings
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.answers.events import AnswerEnd
-from exo_node.shard.engine.request import Parameters
 from exo_node.shard.tools.child import parse_request
-from exo_node_bench.mtp import command
-from exo_node_bench.mtp import main as bench_mtp
 from exo_node_bench.mtp.arm_tables import as_text
 from exo_node_bench.mtp.main import run_bench, write_results
 from exo_node_bench.mtp.request import BenchRequest
 from exo_node_bench.mtp.results import Results
-from exo_node_bench.mtp.sweep import make_answers, make_arms
 
 # ------------------------------------------------------------- a sweep on the small model
 
@@ -182,29 +177,6 @@ def bench_request(tmp_path: Path, **changes: Any) -> BenchRequest:
     return BenchRequest(**(fields | changes))
 
 
-class FirstRound:
-    """An engine that records the requests of a sweep, and begins no answer."""
-
-    def __init__(self) -> None:
-        self.requests: list[Parameters] = []
-
-    def generate(self, request: Parameters) -> Iterator[AnswerEnd]:
-        self.requests.append(request)
-        return iter(())
-
-
-def test_adaptive_arms_begin_where_requests_of_a_node_begin(tmp_path: Path) -> None:
-    full = bench_request(tmp_path, adaptive=True, lookup=True, initial_k=1)
-    engine: Any = FirstRound()
-    answers = make_answers(full, small_spec(), make_arms(full, 3, copies=True), engine)
-    for name in ("adaptive", "both"):
-        with pytest.raises(LoadFailed):
-            _ = answers[name]([1, 2, 3], 4)
-    groups = [r.drafting for r in engine.requests]
-    assert [(d.num_draft_tokens, d.initial_draft_tokens) for d in groups] == [(3, 1)] * 2
-    assert all(d.adaptive_draft for d in groups)
-
-
 @pytest.fixture(scope="module")
 def headless(tmp_path_factory: pytest.TempPathFactory) -> Results:
     stage_spec = small_spec(native_mtp=False, mtp_off_reason="no head, says a test")
@@ -218,15 +190,6 @@ def test_without_a_head_only_k_0_runs_and_the_reason_is_shown(headless: Results)
     assert as_text(headless).endswith("only K=0 ran: no head, says a test")
 
 
-def test_without_a_head_lookup_runs(tmp_path: Path) -> None:
-    stage_spec = small_spec(
-        native_mtp=False, mtp_off_reason="no head", prompt_lookup=True, context_length=512
-    )
-    results = run_bench(bench_request(tmp_path, lookup=True, max_tokens=24), stage_spec)
-    assert [(arm.arm, arm.same_ids) for arm in results.arms] == [("K=0", 1), ("lookup", 1)]
-    assert "x K=0; no other arm ran: no head" in as_text(results)
-
-
 def test_where_lookup_is_off_its_arms_do_not_run_and_the_reason_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,26 +199,10 @@ def test_where_lookup_is_off_its_arms_do_not_run_and_the_reason_is_shown(
     assert "no arms with prompt lookup: off by a test" in capsys.readouterr().err
 
 
-def test_a_page_of_k_0_alone_can_be_written(headless: Results, tmp_path: Path) -> None:
-    write_results(headless, tmp_path)
-    names = {file.name for file in tmp_path.iterdir()}
-    assert names == {"mtp.json", "mtp.csv", "index.html"}
-    assert "only K=0 ran: no head, says a test" in (tmp_path / "index.html").read_text()
-
-
 def test_results_that_cannot_be_written_are_one_error(headless: Results, tmp_path: Path) -> None:
     _ = (tmp_path / "file").write_text("")
     with pytest.raises(InvalidSettings, match=r"^--output: .*cannot be written"):
         write_results(headless, tmp_path / "file")
-
-
-def test_sampled_answers_are_not_compared(tmp_path: Path) -> None:
-    stage_spec = small_spec(native_mtp=True, max_draft_tokens=1)
-    results = run_bench(bench_request(tmp_path, depths=(1,), temperature=1.0), stage_spec)
-    assert [arm.same_ids for arm in results.arms] == [None, None]
-    text = as_text(results)
-    assert "temperature 1" in text
-    assert "SAME IDS" not in text
 
 
 # ------------------------------------------------------------------------------ refusals
@@ -321,12 +268,3 @@ def test_the_child_checks_what_it_is_asked(field: str, value: object) -> None:
     with pytest.raises(InvalidSettings) as refused:
         _ = parse_request("bench mtp", BenchRequest, _requested({field: value}))
     assert refused.value.param == field
-
-
-def test_what_the_command_asks_passes_the_childs_checks() -> None:
-    request = parse_request("bench mtp", BenchRequest, _requested({}))
-    assert (request.depths, request.spec.model) == ((1, 2), "demo")
-
-
-def test_the_childs_module_is_the_one_that_the_command_starts() -> None:
-    assert bench_mtp.__name__ == command._CHILD  # pyright: ignore[reportPrivateUsage]

@@ -13,7 +13,7 @@ from exo_node_bench.mtp.report import (
     summarise,
     summarise_categories,
 )
-from exo_node_bench.prompts import bundled_prompts, read_prompts
+from exo_node_bench.prompts import read_prompts
 from exo_node_bench.spread import Spread
 
 OFF, TWO = Arm("K=0", "off", 0), Arm("K=2", "fixed", 2)
@@ -109,12 +109,6 @@ def test_time_to_first_token_is_the_prompts_mean_and_paired() -> None:
     assert two.ttft_vs_off.median == pytest.approx(1.5)
 
 
-def test_answers_of_one_token_have_no_rate() -> None:
-    run = TimedRun(0, "K=0", 0, 1, 0.1, 0.0, "stop", same_ids=True)
-    [off] = summarise((OFF,), [run], None)
-    assert (off.tok_s, off.mean_tok_s, off.vs_off, off.tokens_per_round) == (None,) * 4
-
-
 def test_categories_are_compared_with_their_own_plain_runs() -> None:
     runs = [off_run(0, 4.0, 0), off_run(0, 2.0, 1), drafted_run(0, 2.0, 0), drafted_run(0, 4.0, 1)]
     code, story = summarise_categories((OFF, TWO), runs, ["code", "story"])
@@ -125,22 +119,6 @@ def test_categories_are_compared_with_their_own_plain_runs() -> None:
 
 
 # ---------------------------------------------------------------------------- the prompts
-
-
-def test_the_bundled_prompts_are_many_and_broad() -> None:
-    prompts = bundled_prompts()
-    assert len(prompts) >= 24
-    assert len({prompt.category for prompt in prompts}) >= 10
-    assert len({prompt.name for prompt in prompts}) == len(prompts)
-    assert len({prompt.text for prompt in prompts}) == len(prompts)
-    assert max(len(prompt.text) for prompt in prompts) > 2000  # a long context is among them
-
-
-def test_a_text_file_has_one_prompt_a_line(tmp_path: Path) -> None:
-    file = tmp_path / "mine.txt"
-    _ = file.write_text("\ufeffWho are you?\n\n  Count to 5.  \r\n")
-    named = [(prompt.name, prompt.text) for prompt in read_prompts(file)]
-    assert named == [("line 1", "Who are you?"), ("line 3", "Count to 5.")]
 
 
 def test_a_jsonl_file_may_name_and_group_its_prompts(tmp_path: Path) -> None:
@@ -176,8 +154,3 @@ def test_a_prompts_file_with_a_fault_is_refused_with_its_line(
         _ = read_prompts(tmp_path / name)
     assert says in refused.value.message
     assert refused.value.message.startswith("--prompts ")
-
-
-def test_a_folder_is_no_prompts_file(tmp_path: Path) -> None:
-    with pytest.raises(InvalidSettings, match="it is not a file"):
-        _ = read_prompts(tmp_path)

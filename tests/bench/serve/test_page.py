@@ -13,7 +13,7 @@ from http_node import serving
 from openai_server import OpenAiServer
 
 from exo_node_bench.charts import COLOURS
-from exo_node_bench.serve.facts import memory_class, model_label, system_text
+from exo_node_bench.serve.facts import model_label
 from exo_node_bench.serve.result import Result
 from exo_node_bench.serve.result_page import page_of
 from exo_node_bench.serve.workload_tables import workload_tables
@@ -227,15 +227,3 @@ def test_the_documented_schema_is_the_models() -> None:
 )
 def test_of_a_model_that_is_a_path_only_its_name_is_shown(model: str, label: str) -> None:
     assert model_label(model) == label
-
-
-def test_of_a_kernels_release_only_the_number_is_shown() -> None:
-    assert system_text("Linux", "6.8.0-leonora-custom", "").startswith("Linux 6.8 ")
-    assert system_text("Darwin", "24.5.0", "15.5").startswith("macOS 15.5 ")
-
-
-def test_a_memory_is_the_size_that_it_is_sold_with() -> None:
-    assert memory_class(67_300_000_000) == 64
-    assert memory_class(64 << 30) == 64
-    assert memory_class(8_200_000_000) == 8
-    assert memory_class(3 << 40) == 3072

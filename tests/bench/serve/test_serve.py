@@ -5,7 +5,6 @@ import json
 import signal
 import subprocess
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -20,11 +19,6 @@ from exo_node.placement.errors import InvalidSettings
 from exo_node_bench.folder import claim
 
 Row = dict[str, str]
-
-
-@dataclass(frozen=True)
-class Disk:
-    free: int
 
 
 ONCE = ("--repeats", "1", "--limit", "0")
@@ -130,16 +124,6 @@ def test_after_the_limit_each_client_has_one_answer_and_no_repeat_begins(tmp_pat
     assert "2 of 10 runs" in (tmp_path / "index.html").read_text()
 
 
-def test_a_server_whose_first_answer_fails_ends_the_bench_at_once(tmp_path: Path) -> None:
-    server = OpenAiServer(fault="500", every=1)
-    result, rows = bench(tmp_path / "out", "--workloads", "32,512", bad=server)
-    assert result.exit_code == 1
-    assert "the first request of workload 32 tokens failed: HTTP 500" in result.output
-    assert rows == []
-    assert len(server.bodies) == 1
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize(
     ("models", "output"),
     [
@@ -212,21 +196,6 @@ def test_a_folder_that_cannot_take_results_is_refused_before_the_first_request(
     assert result.exit_code == 2
     assert output in result.output
     assert server.bodies == []
-
-
-def test_a_full_disk_is_noticed_before_the_first_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def disk_usage(_: Path) -> Disk:
-        return Disk(free=10**6)
-
-    monkeypatch.setattr("shutil.disk_usage", disk_usage)
-    server = OpenAiServer()
-    result, _ = bench(tmp_path / "out", x=server)
-    assert result.exit_code == 2
-    assert "has 1 MB left, too little" in result.output
-    assert server.bodies == []
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_disk_that_fills_up_loses_no_figure(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fakes import FINISHED, STATS, Script, hangs, says
 from http_node import ASK, PATIENCE_S, Node, raw_chat
-from openai import APIError, AsyncOpenAI, InternalServerError
+from openai import APIError, InternalServerError
 
 from exo_node.node.api.shared.choices import merged
 from exo_node.node.chat.requests import (
@@ -118,17 +118,6 @@ def test_a_stream_of_choices_says_done_once_and_reports_progress_once(node: Node
     text = node.chat_reply(n=3, stream=True).body.decode()
     assert text.count("data: [DONE]") == 1 and text.endswith("data: [DONE]\n\n")
     assert text.count(": prefill 3/3") == 1
-
-
-async def test_the_asynchronous_client_reads_choices(node: Node) -> None:
-    node.chat.scripts["demo"] = answers()
-    url = f"http://127.0.0.1:{node.port}/v1"
-    async with AsyncOpenAI(base_url=url, api_key="any", max_retries=0) as client:
-        stream = await client.chat.completions.create(model="demo", messages=ASK, n=3, stream=True)
-        numbers = {choice.index async for chunk in stream for choice in chunk.choices}
-        whole = await client.completions.create(model="demo", prompt="hi", n=3)
-    assert numbers == {0, 1, 2}
-    assert [choice.text for choice in whole.choices] == ["0", "11", "222"]
 
 
 def test_calls_of_each_choice_have_ids_of_their_own(node: Node, openai: Any) -> None:

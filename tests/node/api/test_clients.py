@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from fakes import FINISHED, says
 from http_node import ASK, BODIES, Node
-from pydantic import BaseModel
 
 from exo_node.node.chat.requests import (
     AnswerProgress,
@@ -389,15 +388,6 @@ def test_ollamas_client_discovers_tools_sizes_and_memory(
     assert tuple(map(int, version.split("."))) >= (0, 6, 4)
 
 
-def test_ollamas_client_sees_the_models(ollama: Any) -> None:
-    assert [model.model for model in ollama.list().models] == ["demo", "owner/large-model"]
-    assert ollama.ps().models == []
-    assert ollama.show("demo:latest").capabilities == ["completion"]
-    with pytest.raises(module("ollama").ResponseError) as caught:
-        _ = ollama.show("nope")
-    assert caught.value.status_code == 404
-
-
 def test_ollamas_client_gets_errors_as_text(node: Node, ollama: Any) -> None:
     with pytest.raises(module("ollama").ResponseError, match="there is no model 'nope'") as caught:
         _ = ollama.chat(model="nope", messages=ASK)
@@ -473,21 +463,6 @@ def test_every_dialect_can_insist_on_a_call(node: Node, openai: Any) -> None:
         if r.output.grammar.text
     ]
     assert names == [None, ["weather"]] * 3
-
-
-def test_openais_client_parses_into_a_class(node: Node, openai: Any) -> None:
-    class Person(BaseModel):
-        name: str
-        age: int
-
-    node.chat.scripts["demo"] = says(
-        Started((1,)), TextDelta('{"name": "Ada", "age": 36}', (2,)), FINISHED
-    )
-    parse = openai.chat.completions.parse
-    completion = parse(model="demo", messages=ASK, response_format=Person)
-    assert completion.choices[0].message.parsed == Person(name="Ada", age=36)
-    (request,) = node.chat.requests
-    assert json.loads(request.output.grammar.text)["required"] == ["name", "age"]
 
 
 @pytest.mark.parametrize("media_type", ["", "application/x-www-form-urlencoded"])

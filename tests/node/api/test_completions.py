@@ -182,11 +182,6 @@ def test_what_is_no_prompt_is_refused_by_what_it_should_be(
     assert why in reply.error["message"]
 
 
-def test_ids_that_are_written_as_fractions_are_ids(node: Node) -> None:
-    _ = complete(node, prompt=[5.0, 6])
-    assert node.chat.requests[-1].ids == (5, 6)
-
-
 @dataclass
 class Several:
     """Answers each prompt with itself in capitals; `holds_first`: the first one ends last."""

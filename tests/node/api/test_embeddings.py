@@ -8,7 +8,7 @@ import pytest
 from fakes import FINISHED, says
 from http_node import Node
 
-from exo_node.node.chat.requests import Embedded, Started, TextDelta, embeddings_of
+from exo_node.node.chat.requests import Embedded, Started, embeddings_of
 from exo_node.placement.errors import PeerLost
 
 VECTORS = {0: (0.6, -0.8), 1: (1.0, 0.0), 2: (0.0, -1.0)}
@@ -179,8 +179,3 @@ def test_ollamas_inputs_are_texts(node: Node, inputs: Any) -> None:
 def test_whole_numbers_are_token_ids_however_they_are_written(node: Node) -> None:
     assert node.ask("POST", "/v1/embeddings", b'{"model":"one","input":[1.0,2]}').status == 200
     assert node.chat.requests[0].embeddings == embeddings_of(((1, 2),))
-
-
-def test_the_embedding_of_no_event_is_an_error(node: Node) -> None:
-    node.chat.scripts["one"] = says(Started(()), TextDelta("a", (1,)))
-    assert node.ask("POST", "/v1/embeddings", {"model": "one", "input": "a"}).status == 500

@@ -10,13 +10,11 @@ import pytest
 from fakes import ANSWER, FINISHED, STATS, hangs, repeats, says
 from http_node import ASK, PATIENCE_S, Node, Reply, raw_chat, serving_fakes
 from openai import APIError, BadRequestError, NotFoundError, RateLimitError
-from openai.types.chat import ChatCompletionTokenLogprob
 
 from exo_node.mtp.types import Sampling
 from exo_node.node.chat.requests import (
     AnswerProgress,
     CallPart,
-    Finished,
     ReasoningDelta,
     Started,
     TextDelta,
@@ -392,11 +390,6 @@ def test_an_error_within_a_stream_is_its_last_event_and_there_is_no_done(
     assert b"[DONE]" not in reply.body
 
 
-def test_an_error_within_an_answer_that_is_not_streamed_is_a_status(node: Node) -> None:
-    node.chat.scripts["dying"] = says(*ANSWER[:-1], then=PeerLost("peer b was lost"))
-    assert node.chat_reply(model="dying").status == 503
-
-
 def test_a_defect_within_a_stream_ends_it_and_tells_nothing(node: Node) -> None:
     node.chat.scripts["broken"] = says(*ANSWER[:4], then=RuntimeError("the secret"))
     reply = node.chat_reply(model="broken", stream=True)
@@ -475,12 +468,6 @@ def test_a_finished_answer_closes_its_events(node: Node) -> None:
         assert node.chat.closed.wait(PATIENCE_S)
 
 
-def test_a_length_finish_is_told_as_such(node: Node) -> None:
-    end: Finished = replace(FINISHED, reason="length")
-    node.chat.scripts["long"] = says(end)
-    assert node.chat_reply(model="long").json["choices"][0]["finish_reason"] == "length"
-
-
 def test_openais_client_reads_an_answer_and_sends_it_back(openai: Any) -> None:
     create = openai.chat.completions.create
     answer = create(model="demo", messages=ASK)
@@ -488,23 +475,6 @@ def test_openais_client_reads_an_answer_and_sends_it_back(openai: Any) -> None:
     assert answer.usage.completion_tokens_details.accepted_prediction_tokens == 1
     assert answer.generation_stats["drafter_kind"] == "native_mtp"
     assert create(model="demo", messages=[*ASK, answer.choices[0].message, *ASK]).id
-
-
-def test_openais_client_reads_logprobs(node: Node, openai: Any) -> None:
-    node.chat.scripts["demo"] = says(*SPOKEN)
-    fields: Any = {"model": "demo", "messages": ASK, "logprobs": True, "top_logprobs": 1}
-    create = openai.chat.completions.create
-    content = create(**fields).choices[0].logprobs.content
-    assert [(one.token, one.bytes, one.logprob) for one in content] == [
-        (entry["token"], entry["bytes"], entry["logprob"]) for entry in ENTRIES
-    ]
-    assert content[0].top_logprobs[0].bytes == [104, 195]
-    choices = [chunk.choices[0] for chunk in create(**fields, stream=True) if chunk.choices]
-    streamed = [one for c in choices if c.logprobs for one in c.logprobs.content]
-    assert streamed == [ChatCompletionTokenLogprob(**entry) for entry in ENTRIES]
-    with pytest.raises(BadRequestError) as refused:
-        create(**(fields | {"logprobs": False}))
-    assert refused.value.param == "top_logprobs"
 
 
 def test_openais_client_raises_its_own_errors(node: Node, openai: Any) -> None:

@@ -9,7 +9,6 @@ from typing import Any, get_args
 import pytest
 from clocks import Clock
 from fakes import FakeFacts, FakeGenerators, FakeStages, OneHead, leading
-from http_node import serving_fakes
 from prometheus_client.parser import text_string_to_metric_families
 from samples import PLAIN, Samples, of_demo, sampled, stats_of, wire_stats_of
 
@@ -191,18 +190,6 @@ def test_a_client_that_leaves_after_the_end_has_the_whole_answer(reason: FinishR
     assert of_demo(samples, "vllm:request_success_total", finished_reason="abort") == 0
 
 
-def test_the_widest_rounds_have_positions_0_to_7_and_k_up_to_8() -> None:
-    totals = Totals()
-    totals.add(
-        DEMO, 9, stats_of(9, accepted_per_position=(1,) * 8, draft_k_histogram=(0,) * 8 + (1,))
-    )
-    samples = sampled(Metrics(totals).render(STATE))
-    labels = [dict(labels) for (_, labels) in samples]
-    assert sorted({each["position"] for each in labels if "position" in each}) == list("01234567")
-    assert sorted({each["k"] for each in labels if "k" in each}) == list("012345678")
-    assert of_demo(samples, "exo_node_draft_rounds_total", k="8") == 1
-
-
 def test_the_nodes_own_state_is_what_it_is_when_asked() -> None:
     metrics = Metrics(Totals())
     samples = sampled(metrics.render(STATE))
@@ -240,14 +227,6 @@ def test_drafts_are_counted_as_the_totals_have_them() -> None:
     assert of_demo(samples, "exo_node_answers_total", **by_rule) == 2
     other = {"engine": "0", "model_name": "other"}
     assert samples[f"{spec}_drafts_total", tuple(other.items())] == 0
-
-
-def test_tokens_of_shared_steps_are_counted() -> None:
-    totals, clock = Totals(), Clock()
-    metrics = Metrics(totals, clock)
-    for batched in (5, 0, 2):
-        answered_in(metrics, clock, Started((1,)), finished(7, batched_tokens=batched))
-    assert of_demo(sampled(metrics.render(STATE)), "exo_node_batched_tokens_total") == 7
 
 
 def test_an_answer_counts_as_running_once_however_many_attempts_it_takes() -> None:
@@ -398,10 +377,3 @@ async def test_a_model_that_the_node_does_not_know_is_no_label() -> None:
 
 
 # ------------------------------------------------------------------------ over HTTP
-
-
-def test_metrics_are_behind_the_same_guard_as_the_api() -> None:
-    with serving_fakes(api_key="k") as running:
-        assert running.ask("GET", "/metrics").status == 401
-        reply = running.ask("GET", "/metrics", headers={"Authorization": "Bearer k"})
-        assert (reply.status, reply.body) == (200, b"exo_node_up 1\n")

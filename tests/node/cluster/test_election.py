@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -13,7 +13,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from simulated import Disk, Simulated, VolatileDisk
+from simulated import Disk, Simulated
 
 from exo_node.node.cluster.election import Election, HeadChanged, HeadLost, LeaderClaim
 from exo_node.node.cluster.membership import Died
@@ -276,19 +276,6 @@ def test_followers_of_a_healthy_head_listen_to_no_other_claim() -> None:
     assert set(cluster.heads().values()) == {("b", 5)}
 
 
-def test_an_idle_hour_has_one_election_and_no_change_of_the_head() -> None:
-    cluster = Simulated()
-    for node in "abcd":
-        cluster.start(node)
-    cluster.run(5)
-    settled = cluster.now
-    cluster.run(3600)
-    assert cluster.since(settled) == []
-    elections = {node: standing.election for node, standing in cluster.up.items()}
-    assert sum(e.elections for e in elections.values()) == 1
-    assert sum(e.head_changes for e in elections.values()) == 0
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_one_heartbeat_in_twenty_lost_kills_no_node_in_ten_minutes(seed: int) -> None:
     chance = random.Random(seed)
@@ -465,12 +452,3 @@ BUDGET = settings(
 
 def test_after_any_story_terms_hold_and_one_head_is_left() -> None:
     run_state_machine_as_test(AnyStory, settings=BUDGET)  # pyright: ignore[reportUnknownMemberType]
-
-
-def test_the_same_machine_catches_a_term_that_is_lost_with_its_process() -> None:
-    class Forgetful(AnyStory):
-        disk = VolatileDisk
-
-    budget = settings(BUDGET, phases=[Phase.generate])  # without shrinking
-    with pytest.raises(AssertionError, match=r"knew term|led term"):
-        run_state_machine_as_test(Forgetful, settings=budget)  # pyright: ignore[reportUnknownMemberType]

@@ -425,37 +425,3 @@ def test_states_move_along_the_drawn_edges_and_a_node_with_timely_heartbeats_sta
     steps: list[tuple[float, Step]],
 ) -> None:
     assert broken_rule(Membership(SELF, 1, LAN), steps) is None
-
-
-@given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=40))
-def test_a_node_with_a_heartbeat_every_second_stays_alive(pauses: list[float]) -> None:
-    membership, now = Membership(SELF, 1, LAN), 0.0
-    for pause in pauses:
-        now += pause
-        _ = membership.tick(now)
-        _ = beat("a").take(membership, now)
-        assert membership.alive() == {NODES[0]}
-
-
-class Hasty(Membership):
-    """A seeded fault: takes every tick for a long silence."""
-
-    def tick(self, now: float) -> tuple[Change, ...]:
-        return super().tick(now * 4)
-
-
-class Silent(Membership):
-    """A seeded fault: changes the state without an event."""
-
-    def record_heartbeat(
-        self, node: NodeId, incarnation: int, boot_id: int, now: float
-    ) -> tuple[Change, ...]:
-        changes = super().record_heartbeat(node, incarnation, boot_id, now)
-        return tuple(change for change in changes if not isinstance(change, Recovered))
-
-
-@pytest.mark.parametrize("faulty", [Hasty, Silent])
-def test_the_rules_catch_a_seeded_fault(faulty: type[Membership]) -> None:
-    steps = [(0.0, beat("a")), (1.0, TICK), (0.7, TICK), (0.3, beat("a")), (1.0, TICK)]
-    assert broken_rule(Membership(SELF, 1, LAN), steps) is None
-    assert broken_rule(faulty(SELF, 1, LAN), steps) is not None

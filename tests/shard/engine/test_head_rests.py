@@ -20,7 +20,6 @@ from exo_node.mtp.drafting.round_policy import DraftDemand, Offer, RoundPolicy
 from exo_node.mtp.seams import Want
 from exo_node.mtp.targets import FamilyTarget
 from exo_node.shard.engine import executor, prefill_forward
-from exo_node.shard.engine import request as requests
 from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.request import Parameters
 from exo_node.shard.engine.states.state import DraftState
@@ -149,20 +148,6 @@ def test_it_catches_up_where_so_many_leave_that_drafts_pay(bench: Bench) -> None
     kept_ids = {r.forward.position: (r.drafted, r.accepted) for r in expected.rounds}
     same = [r for r in late if (r.drafted == 2 and r.forward.position in kept_ids)]
     assert same and all(kept_ids[r.forward.position] == (2, r.accepted) for r in same), position
-    assert_as_alone(readers)
-
-
-def test_those_that_do_not_read_keep_nobody_from_drafts(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(requests, "MAX_UNREAD_EVENTS", 4)
-    served, readers = taught(bench), crowd(4, 20)
-    readers[0] = Reader(default(prompt(0, 20), 4 * TOKENS))
-    for stalled in readers[1:]:
-        stalled.stalls = range(18, 300)
-    driven(served, readers)
-    late = [r.drafted for r in readers[0].rounds[-20:] if r.forward.batch < 4]
-    assert readers[1].end is not None and sum(late) > 10
     assert_as_alone(readers)
 
 

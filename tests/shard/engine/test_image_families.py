@@ -143,20 +143,6 @@ def test_requests_are_answered_beside_text(folder: Path, k: int) -> None:
     assert all(r.end is not None and bool(r.end.stats.batched_tokens) == shares for r in readers)
 
 
-@pytest.mark.parametrize("folder", (DENSE, *HEADLESS), ids=lambda folder: folder.name)
-def test_stages_answer_them_beside_text(folder: Path) -> None:
-    """Two of each kind, so that each of the two groups of a pipeline has both."""
-    engine = picture_pipeline((0, 2, 4), folder).engine
-    text = request(case(0, folder).prompt_ids[:9], 0, 24)
-    alone = answer(engine, changed(text, name="alone"))
-    readers = [Reader(picture_request(it, folder=folder)) for it in conversations(folder)[:2]]
-    readers += [Reader(changed(text, name=f"t{n}")) for n in range(3)]
-    together(engine, readers)
-    expected = [it.greedy_ids for it in conversations(folder)[:2]] + [list(alone.ids)] * 3
-    assert [reader.ids for reader in readers] == expected
-    assert folder != DENSE or all(r.end and r.end.stats.batched_tokens for r in readers)
-
-
 @pytest.mark.parametrize(
     ("folder", "k", "split"),
     pieces(

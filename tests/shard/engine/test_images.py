@@ -23,7 +23,6 @@ from pictures import (
 from readers import Reader, together
 
 from exo_node.mtp.families.qwen35 import Qwen35Family
-from exo_node.mtp.placed_rope import PlacedRope
 from exo_node.mtp.targets import FamilyTarget
 from exo_node.mtp.types import Sampling
 from exo_node.shard.engine import prefill_forward
@@ -113,11 +112,6 @@ def test_a_tower_is_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
             parts[number] += 1
     layers, depth = 4, 2
     assert parts == {0: layers + depth, 1: layers + 2 * depth}
-
-
-def test_the_heads_rope_has_positions_too() -> None:
-    head = loaded().head
-    assert type(head.layer.self_attn.rope) is PlacedRope
 
 
 def test_penalties_and_copies_pass_over_rows_of_images() -> None:

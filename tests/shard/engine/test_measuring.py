@@ -18,7 +18,6 @@ from clocks import Clock
 from engines import answer, engine_of, load_quietly, request
 from pipelines import TWO
 from readers import prompt, together
-from shims import by_rows, perturb
 from small import small_engine, small_spec
 from staged_readers import alone as staged_alone
 from staged_readers import few_tokens, staged, tokens_of
@@ -366,18 +365,6 @@ def test_what_a_measurement_holds_is_room_that_prefixes_lack_and_that_requests_g
     assert answer(served, asked()).ids == plain(asked())
 
 
-def test_a_later_stage_counts_what_its_measurement_holds() -> None:
-    pipeline = staged(TWO, room=1 << 24)
-    worker = pipeline.workers[0]
-    measuring = worker.begin_measuring()
-    while not measuring._held_bytes:
-        assert worker.step()
-    assert worker._prefixes.memory._reserved == measuring._held_bytes
-    while worker.step():
-        pass
-    assert worker._prefixes.memory._reserved == 0
-
-
 def test_rounds_that_were_drafted_elsewhere_are_resumed_without_drafts() -> None:
     """As after a loss, on a node that never loaded the model."""
     measured = small_engine(prompt_lookup=True, context_length=CONTEXT)
@@ -388,25 +375,6 @@ def test_rounds_that_were_drafted_elsewhere_are_resumed_without_drafts() -> None
         log: Sequence[Round] = whole.rounds[:cut]
         rest = answer(unmeasured(), asked(attempt=2, replay=log))
         assert tuple(t for r in log for t in r.tokens) + rest.ids == whole.ids
-
-
-def test_drafts_that_cannot_be_measured_stay_off_and_are_logged_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def failing(*_: object) -> Generator[None]:
-        yield
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(model_measurements, "probe_identity", failing)
-    served = unmeasured()
-    while served.step():
-        pass
-    reason = "drafts cannot be measured here (RuntimeError: out of memory)"
-    got = [answer(served, asked(prompt_lookup=False)) for _ in range(2)]
-    assert {each.stats.drafting_reason for each in got} == {reason}
-    assert got[0].ids == plain(asked())
-    assert [record.message for record in caplog.records] == [f"{reason}: nothing is drafted"]
-    assert served.lookup.refusal == served.measurements.batching_reason == ""
 
 
 @pytest.mark.parametrize(
@@ -461,24 +429,6 @@ def test_a_head_that_cannot_draft_costs_no_answer_and_no_other_measurement(
     assert got.ids == plain(asked()) and got.stats.lookup_reason == ""
     assert served.lookup.shared_reason == ""
     assert [record.message for record in caplog.records] == [f"{reason}: nothing is drafted"]
-
-
-def test_rows_that_change_numbers_are_measured_between_answers_too() -> None:
-    spec = small_spec(native_mtp=True, prompt_lookup=True, context_length=CONTEXT)
-    loaded = load_quietly(spec)
-    assert perturb(loaded.model.model, by_rows) > 0
-    served = engine_of(loaded, spec)
-    _ = served.measurements.begin()
-    _ = answer(served, asked())
-    while served.step():
-        pass
-    assert served.measurements.identity == "near_tie"
-    refusal = served.lookup.refusal
-    assert "does not compute what single steps do" in refusal
-    assert "(4 rows after 24 first differ in: Perturbed)" in refusal
-    later = engine_of(loaded, spec, profile=served.measurements.profile)
-    later.measurements.measure()
-    assert later.lookup.refusal == refusal, "it is kept with what was measured"
 
 
 def test_a_piece_has_the_positions_of_text_after_an_answer_with_an_image() -> None:

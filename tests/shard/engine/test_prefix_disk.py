@@ -17,7 +17,7 @@ import mlx.core as mx
 import pytest
 from budget import seeds
 from engines import answer, request
-from prefixes import FIRST, OTHER, SECOND, TOKENS, cold, comparable, turn
+from prefixes import FIRST, OTHER, SECOND, TOKENS, turn
 from stored_prefixes import cached_tokens, engine, files, opened, settle
 
 from exo_node.mtp.caches.rollback import cache_arrays
@@ -505,13 +505,3 @@ def test_without_its_data_folder_a_runner_writes_nothing(
         assert cached_tokens(opened(tmp_path / "gone" / "prefixes"), FIRST, 1) == 0
     assert caplog.text.count("are not kept on disk") == 1
     assert not (tmp_path / "gone").exists()
-
-
-def test_states_that_are_not_finite_leave_no_file(tmp_path: Path) -> None:
-    busy = engine(opened(tmp_path))
-    _ = answer(busy, request(FIRST, 1, TOKENS))
-    settle(busy)
-    busy._prefixes.clear()  # pyright: ignore[reportPrivateUsage]
-    assert files(tmp_path) == []
-    got = answer(busy, request(FIRST, 1, TOKENS))
-    assert comparable(got) == cold(FIRST, 1) and got.stats.cached_tokens == 0

@@ -20,7 +20,6 @@ from prefixes import (
     SECOND,
     TOKENS,
     comparable,
-    of_class,
     plain,
     probabilities,
     two_stages,
@@ -62,16 +61,6 @@ def with_head(family: Family) -> tuple[pb.StageSpec, Loaded]:
 
 
 _CHECKPOINTS = tempfile.TemporaryDirectory(prefix="exo-prefixes-")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_restarted_model_gives_the_answers_of_a_cold_one(kind: str, tmp_path: Path) -> None:
-    for number, prompt in enumerate((*IDS, *IDS)):
-        restarted = of_class(kind, ROOM, tmp_path)
-        got = answer(restarted, plain(prompt))
-        assert probabilities(got) == probabilities(answer(of_class(kind, ROOM), plain(prompt)))
-        assert (got.stats.cached_tokens > 0) == (number not in (0, 2)), number
-        settle(restarted)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -156,29 +145,6 @@ def test_a_stage_without_its_files_fails_no_answer(stage: int, change: Any, tmp_
         if number == 1:
             change(folders[stage])
     assert cached[0] == 0 < cached[1] == cached[3] > cached[2]
-
-
-def test_a_request_that_uses_no_cache_leaves_nothing_on_any_stage(tmp_path: Path) -> None:
-    stages = two_stages("llama", ROOM, folders=(tmp_path / "first", tmp_path / "second"))
-    for _ in range(2):
-        got = answer(stages.engine, request(IDS[0], 0, TOKENS, cache=False))
-        assert got.stats.cached_tokens == 0
-    settle(stages.engine, *stages.workers)
-    assert stages.engine.prefix_cache_bytes == stages.workers[0].prefix_cache_bytes == 0
-    assert not [*tmp_path.glob("*/*/*")]
-
-
-def test_a_stage_writes_nothing_while_it_has_a_request(tmp_path: Path) -> None:
-    folders = tmp_path / "first", tmp_path / "second"
-    stages = two_stages("llama", ROOM, folders=folders)
-    _ = answer(stages.engine, plain(IDS[0]))
-    running = stages.engine.generate(plain(IDS[1]))
-    _ = next(event for event in running if event is not None)
-    assert not stages.engine.save_prefix() and not stages.workers[0].save_prefix()
-    assert not [*tmp_path.glob("*/*/*")]
-    running.close()
-    settle(stages.engine, *stages.workers)
-    assert len([*tmp_path.glob("*/*/*")]) >= 2
 
 
 @pytest.mark.parametrize(("bits", "k"), [(8, 3), (4, 0)])

@@ -3,7 +3,6 @@
 # pyright: reportPrivateUsage=false
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,19 +70,6 @@ def test_without_a_head_copies_are_the_only_drafts() -> None:
     assert (plain.stats.drafter_kind, plain.stats.draft_policy) == ("none", "none")
     assert (result.end.identity, plain.end.identity) == ("bitwise", "off")
     assert plain.stats.lookup_reason == NOT_ASKED
-
-
-@pytest.mark.parametrize("k", [0, 2])
-def test_a_resumed_answer_is_the_same_and_counts_all_its_copies(k: int) -> None:
-    plain = answer(engine(), parameters(lookup=False))
-    whole = answer(copying(), parameters(k, repeats=plain.ids))
-    for cut in (1, len(whole.rounds) // 2):
-        log = whole.rounds[:cut]
-        again = replace(parameters(k, repeats=plain.ids), attempt=2, replay=log)
-        rest = answer(copying(), again)
-        assert tuple(t for r in log for t in r.tokens) + rest.ids == whole.ids
-        logged = sum(r.is_copied for r in log)
-        assert rest.stats.lookup_rounds == logged + sum(r.is_copied for r in rest.rounds)
 
 
 PROFILE = DraftProfileKey("chip", "f" * 64, "float32", "0", 0)

@@ -16,9 +16,6 @@ from tables import EndAt
 from tiny import VOCABULARY, taped_qwen
 
 from exo_node.mtp.caches.rollback import with_tapes
-from exo_node.mtp.drafting.acceptance import Acceptance, Prior
-from exo_node.mtp.drafting.costs import CostTable
-from exo_node.mtp.drafting.round_policy import DraftDemand, RoundPolicy
 from exo_node.mtp.families.family import Family
 from exo_node.mtp.families.table import family_of
 from exo_node.mtp.sampler import Sampler
@@ -29,7 +26,7 @@ from exo_node.shard.engine import round_forms
 from exo_node.shard.engine.batch import DEVICE_POSITIONS
 from exo_node.shard.engine.drafter import DraftModel
 from exo_node.shard.engine.engine import Engine
-from exo_node.shard.engine.request import MAX_UNREAD_EVENTS, DraftProgress, Request
+from exo_node.shard.engine.request import MAX_UNREAD_EVENTS, Request
 from exo_node.shard.engine.round_forms import COUNTS_ON_DEVICE
 from exo_node.shard.engine.states.state import State
 from exo_node.shard.kernels.trial import KernelChoice
@@ -155,14 +152,6 @@ def test_the_rounds_are_those_that_wait_for_each_other(k: int) -> None:
     assert {r.accepted for r in ahead.rounds[1:-1]} == set(range(k + 1)), "all and none stood"
 
 
-@pytest.mark.parametrize("count", range(1, 14))
-def test_an_answer_ends_where_it_would_have(count: int) -> None:
-    """At its budget, and within a round after which the next one runs already."""
-    stopped, full = tell(3, stop_condition=EndAt(count)), tell(3, max_tokens=count)
-    assert stopped.ids == full.ids == plain()[:count]
-    assert (stopped.end, full.end) == ("stop", "length")
-
-
 def taken_out(engine: Engine, answer: Answer) -> State:
     """Its state between two rounds, as it would join another batch."""
     answer.request.events_read -= MAX_UNREAD_EVENTS  # its reader pauses, so nothing more is issued
@@ -229,15 +218,6 @@ def test_a_head_that_breaks_is_parked_and_the_answer_continues() -> None:
     assert result.request.drafts.parked_at is not None
     drafted = [r.drafted for r in result.rounds]
     assert drafted[1] == 2 and drafted[-1] == 0
-
-
-def test_depths_change_from_round_to_round() -> None:
-    """Looks at other depths, and plain tokens between drafts."""
-    costs = CostTable([1.0, 1.1, 1.2, 1.3])
-    own, acceptance = RoundPolicy(costs, follows_clock=False), Acceptance(3, Prior())
-    result = tell(3, drafts=DraftProgress(DraftDemand(3, "", acceptance, 1, own)))
-    assert result.ids == plain()
-    assert len({r.drafted for r in result.rounds}) > 1
 
 
 @pytest.mark.parametrize(

@@ -29,33 +29,6 @@ def follow(pipeline: Pipeline, readers: Sequence[Reader], **changes: Any) -> Non
     assert not pipeline.leftovers
 
 
-@pytest.mark.parametrize("replaced", [False, True])
-def test_a_loss_on_the_way_back_costs_no_answer(
-    replaced: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every stage is a row ahead of what was handed out."""
-    pipeline, readers = staged(), few_tokens(4)
-    send, count = pipeline.link.send, itertools.count()
-
-    def losing(block: HiddenBlock) -> Trip:
-        trip = send(block)
-        if len(block.members) == 2 and next(count) == 4:
-            trip.block = None
-            for key in trip.members:
-                _ = trip.fail(key, PeerLost("the last stage is gone"))
-        return trip
-
-    monkeypatch.setattr(pipeline.link, "send", losing)
-    together(pipeline.engine, readers)
-    lost = lost_of(readers)
-    assert len(lost) == 2 and all(isinstance(reader.fault, PeerLost) for reader in lost)
-    assert max(len(reader.ids) for reader in lost) > 2
-    assert all(tokens_of(r) == alone(r.request) for r in readers if r not in lost)
-    if replaced:
-        pipeline.replace(1)
-    follow(pipeline, lost)
-
-
 @pytest.mark.parametrize(
     ("first", "fault"),
     [(0, RuntimeError("[malloc] out of memory")), (2, ValueError("shapes"))],

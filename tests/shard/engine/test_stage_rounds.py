@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 from pipelines import THREE, TWO
 from readers import Reader, prompt, together
-from staged_readers import alone, asks, few_tokens, lost_of, readers_of, staged, tokens_of
+from staged_readers import alone, asks, few_tokens, readers_of, staged, tokens_of
 
 from exo_node.mtp.types import Sampling
 from exo_node.proto import peer_pb2 as pb
@@ -102,29 +102,3 @@ def test_what_is_turned_off_is_not_shared() -> None:
     together(pipeline.engine, readers)
     assert set(pipeline.link.rounds) == {1}
     assert all(reader.end and reader.end.stats.batching_reason for reader in readers)
-
-
-@pytest.mark.parametrize("first", [0, 2])
-def test_layers_that_compute_no_batch_are_passed_one_request_at_a_time(
-    first: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A generator's share no rounds; another stage's take a round apart."""
-    pipeline, readers = staged(), readers_of(4)
-    hidden = StageModel.hidden
-
-    def refused(model: StageModel, tokens: mx.array, *rest: Any, **named: Any) -> mx.array:
-        if tokens.shape[0] > 1 and model.first == first:
-            raise TypeError("offset must be an int")
-        return hidden(model, tokens, *rest, **named)
-
-    monkeypatch.setattr(StageModel, "hidden", refused)
-    if first:
-        pipeline.workers[0].begin_measuring().finish()
-    else:
-        pipeline.engine.measurements.measure()
-    together(pipeline.engine, readers)
-    assert not lost_of(readers)
-    assert max(pipeline.link.rounds) == (2 if first else 1)
-    assert all(tokens_of(reader) == alone(reader.request) for reader in readers)
-    reasons = [reader.end.stats.batching_reason for reader in readers if reader.end]
-    assert all("cannot be computed in batches" in why for why in reasons) == (first == 0)

@@ -157,11 +157,3 @@ def test_a_file_that_may_be_anothers_is_not_loaded(
             path.unlink()
             os.mkfifo(path)
     assert code_store.load_code(path) is None and not code_store.is_own_file(path)
-
-
-def test_every_kernels_text_is_complete() -> None:
-    folder = Path(compiler.__file__).parent
-    for file in folder.glob("*.cuh"):
-        text = compiler.text_of(file.name, folder)
-        assert "#include <cuda_bf16.h>" in text and "#pragma once" not in text
-        assert text.count("namespace exo {") == text.count("}  // namespace exo")

@@ -9,18 +9,15 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from small import small_spec
 
 from exo_node.shard.kernels import cpu_code, cpu_products, install
 from exo_node.shard.kernels.cpu_code import CannotStandIn
-from exo_node.shard.kernels.trial import KernelChoice
-from exo_node.shard.model import load
 
 ROW_MAJOR, PLAIN, TRANSPOSED = 101, 111, 112
 
@@ -234,17 +231,3 @@ def test_what_other_threads_compute_during_a_trial_changes_no_choice(
         assert chosen.used is used
     finally:
         assert cpu_products.choose_products("auto", time.process_time).used, "for the other tests"
-
-
-def test_they_are_tried_by_cpu_time_so_that_a_busy_machine_changes_no_choice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clocks: list[Callable[[], float]] = []
-
-    def choose(mode: str, clock: Callable[[], float]) -> KernelChoice:
-        clocks.append(clock)
-        return KernelChoice("cpu_product", mode, 1, False, "nothing was tried")
-
-    monkeypatch.setattr(install, "choose_products", choose)
-    _ = load.load(small_spec(), lambda _: None)
-    assert clocks == [time.process_time]

@@ -272,15 +272,6 @@ def test_a_round_with_one_wrong_field_is_refused_by_its_name(
     assert assembler.add(frame_of(a_round())) == a_round(), "something was left behind"
 
 
-def test_rows_of_some_requests_out_of_more_are_a_block_as_well() -> None:
-    """A frame of `with_members` is refused for whom it chooses, and not for how it is made."""
-    frame = frame_of(a_round())
-    with_members(0, 2)(frame)
-    whole = Assembler(EXPECTED).add(frame)
-    assert whole is not None
-    assert [member.request for member in whole.members] == ["r0", "r2"]
-
-
 def test_as_many_requests_as_run_at_once_share_a_block_and_no_more() -> None:
     most = a_round(MAX_TOGETHER)
     limits = replace(EXPECTED, context_length=1000)
@@ -328,11 +319,6 @@ def test_a_block_keeps_all_rows_but_those_that_a_repeated_forward_drops() -> Non
     assert a_block(rows=3).kept_rows == 3
     assert a_round(3).kept_rows == 1, "of each request"
     assert a_replay((1, 1), (2, 1)).kept_rows == 2
-
-
-def test_only_a_round_of_answers_wants_all_rows_back() -> None:
-    kinds = {reply: replace(a_block(), reply=reply).is_round for reply in pb.Reply.values()}
-    assert [reply for reply, is_round in kinds.items() if is_round] == [pb.REPLY_ALL]
 
 
 def test_word_that_a_chunk_was_computed_travels_without_its_rows() -> None:
@@ -393,12 +379,6 @@ def test_a_border_travels_with_a_forward_over_a_prompt_alone() -> None:
 # ------------------------------------------------------------- blocks of several frames
 
 
-def test_the_frames_that_the_mutations_start_from_are_accepted() -> None:
-    assembler = Assembler(EXPECTED)
-    for block in (a_block(), a_round()):
-        assert assembler.add(frame_of(block)) == block
-
-
 def test_the_last_rows_of_the_context_and_the_last_id_are_accepted() -> None:
     frame = a_frame()
     frame.hidden.members[0].position = 97
@@ -443,12 +423,6 @@ def test_a_block_over_one_mebibyte_is_cut_and_put_together_in_order() -> None:
     assert [assembler.add(frame) for frame in frames] == [None, None, block]
 
 
-def test_a_block_of_exactly_one_mebibyte_is_one_frame() -> None:
-    block = a_block(rows=4, expected=WIDE)
-    [frame] = frames_of(block, WIDE)
-    assert Assembler(WIDE).add(frame) == block
-
-
 def test_a_block_that_begins_ends_one_that_was_left_open() -> None:
     """A block's frames follow each other: nothing more of the first one can be good."""
     one, other = (a_block(name, rows=11, expected=WIDE) for name in ("r1", "r2"))
@@ -458,14 +432,6 @@ def test_a_block_that_begins_ends_one_that_was_left_open() -> None:
     assert [assembler.add(frame) for frame in frames] == [None, None, other]
     assert refused(second, assembler) == "hidden.offset"
     assert [assembler.add(frame) for frame in frames] == [None, None, other]
-
-
-def test_a_frame_of_another_block_in_between_is_refused_and_ends_the_one_that_is_open() -> None:
-    one, other = (frames_of(a_block(n, rows=11, expected=WIDE), WIDE) for n in ("r1", "r2"))
-    assembler = Assembler(WIDE)
-    assert assembler.add(one[0]) is None
-    assert refused(other[1], assembler) == "hidden.offset"
-    assert refused(one[1], assembler) == "hidden.offset"
 
 
 @pytest.mark.parametrize("order", [(1,), (0, 2), (0, 0, 2), (0, 1, 1), (0, 1, 2, 2)], ids=str)

@@ -135,13 +135,6 @@ def evict(cache: PrefixCache, rows: int) -> None:
             cache._evict(node)  # pyright: ignore[reportPrivateUsage]
 
 
-def test_beside_a_stage_without_room_all_read_again() -> None:
-    warm = pipeline(ROOM, 1, ROOM)
-    _ = ask(warm, FIRST)
-    assert ask(warm, SECOND) == 0
-    assert cached_ends(warm)[1] == 0
-
-
 def test_what_goes_between_the_question_and_the_first_block_begins_the_answer_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -192,16 +185,6 @@ def test_a_prefix_of_an_attempt_that_is_over_is_refused() -> None:
     with pytest.raises(InvalidFrame, match="is over"):
         _ = worker.cached_ends(("old", 1), SYSTEM, [160, 140], [300])
     assert worker.live_requests == 0
-
-
-def test_what_a_cancelled_request_read_is_kept() -> None:
-    warm = pipeline()
-    running = warm.engine.generate(request(SECOND, 0, TOKENS))
-    while warm.workers[1].prefix_cache_bytes == 0:
-        _ = next(running)
-    running.close()
-    assert [worker.live_requests for worker in warm.workers] == [0, 0]
-    assert ask(warm, SECOND) in (300, 460)
 
 
 def test_bytes_of_each_stage_keep_their_bound_while_requests_run() -> None:

@@ -18,10 +18,7 @@ from small import small_spec
 from exo_node.mtp.types import Round, Sampling
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.answers.text_engine import TextEngine
-from exo_node.shard.engine.stage import StageOutput, StageWorker
-from exo_node.shard.pipeline.frames import HiddenBlock
 
-CUTS = (1, 17, 25)
 SIZE = 0.4
 """Size of the perturbation."""
 
@@ -59,22 +56,6 @@ def resumed(engine: TextEngine, first: Answer, cut: int, k: int, **changes: Any)
     return answer(engine, engine_request)
 
 
-@pytest.mark.parametrize("name", ["whole", "split"])
-def test_a_plain_prefill_of_what_was_emitted_gives_another_answer(
-    engines: dict[str, TextEngine], name: str
-) -> None:
-    """The negative control: what the schedule log is for."""
-    first = whole_answer(engines[name], 0)
-    same = [
-        answer(
-            engines[name], request([*PROMPT, *first.ids[:cut]], 0, TOKENS - cut, ignore_eos=True)
-        ).ids
-        == first.ids[cut:]
-        for cut in CUTS[1:]
-    ]
-    assert not all(same)
-
-
 @pytest.mark.smoke
 def test_penalties_count_the_tokens_of_the_earlier_attempt(engines: dict[str, TextEngine]) -> None:
     greedy = Sampling()
@@ -100,22 +81,6 @@ def test_recorded_forwards_are_repeated_by_blocks_that_say_which() -> None:
         [(1, 1)] * 8,
         [],
     ]
-
-
-def test_a_stage_that_computed_recorded_forwards_as_one_would_change_the_numbers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The seeded fault: the rows of a block are right, the forwards are not."""
-    engine = split().engine
-    first = undisturbed(engine, 0, top_logprobs=0)
-    assert resumed(engine, first, 20, 0, top_logprobs=0).rounds == first.rounds[20:]
-    forward = StageWorker.forward
-
-    def merged(worker: StageWorker, block: HiddenBlock) -> StageOutput:
-        return forward(worker, replace(block, replayed=()))
-
-    monkeypatch.setattr(StageWorker, "forward", merged)
-    assert resumed(engine, first, 20, 0, top_logprobs=0).rounds != first.rounds[20:]
 
 
 @pytest.mark.parametrize("cut", [2, 9])

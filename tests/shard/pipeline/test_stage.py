@@ -198,11 +198,6 @@ def test_a_released_request_refuses_late_frames_but_not_a_later_attempt(stage: S
     assert stage.forward(0, 5, attempt=2).rows == 5
 
 
-def test_a_release_that_overtakes_the_first_frame_is_remembered(stage: Stage) -> None:
-    stage.worker.release(("r1", 1))
-    assert refused(stage, 0, 5) == "attempt"
-
-
 def test_release_may_come_twice_and_leaves_no_bytes(stage: Stage) -> None:
     stage.begin(r1=5, r2=3)
     assert stage.worker.cache_bytes() > 0
@@ -598,19 +593,6 @@ def test_a_stage_whose_measurement_fails_shares_no_forwards_and_computes(
     assert stage.worker.forward(a_round(("r1", 2), ("r2", 3))).block is not None
 
 
-def test_what_is_no_fault_of_a_forward_is_raised(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stage.begin(r1=2, r2=3)
-
-    def interrupted(*_: object) -> mx.array:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(StageModel, "hidden", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        _ = stage.worker.forward(a_round(("r1", 2), ("r2", 3)))
-
-
 def test_a_forward_of_one_request_raises_what_it_raises(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -693,16 +675,6 @@ def test_numbers_that_are_none_are_told_of_their_request_and_the_others_rows_con
         for index, member in enumerate(rows_of.items()):
             if index != bad:
                 assert [rows[index]] == others.round(member)
-
-
-def test_every_request_whose_numbers_are_none_is_told(stage: Stage) -> None:
-    stage.begin(r1=2, r2=3, r3=4)
-    block_in = with_nan(with_nan(a_round(("r1", 2), ("r2", 3), ("r3", 4)), 0), 2)
-    faults = faults_of(stage.worker.forward(block_in))
-    assert faults.keys() == {("r1", 1), ("r3", 1)}
-    stage.worker.release(("r1", 1))
-    stage.worker.release(("r3", 1))
-    assert stage.round(("r2", 4)) == alone(stage.model, "r2", 3, 2)[1:]
 
 
 @pytest.mark.parametrize(

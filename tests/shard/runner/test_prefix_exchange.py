@@ -333,20 +333,6 @@ def test_a_trickle_has_a_limit_too(
     play(story, Trickle(chunks_of(SECOND, source), ""))
 
 
-def test_without_a_source_that_answers_the_prompt_is_computed(
-    source: Runner, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def story(target: Runner, wire: pb.PrefixSource) -> None:
-        elsewhere = pb.PrefixSource()
-        elsewhere.CopyFrom(wire)
-        elsewhere.node = "b" * 20  # its certificate is another's
-        finished = await target.ask(FIRST, prefix_source=elsewhere)
-        assert finished.stats.cached_tokens == 0
-        assert "its runner does not answer" in caplog.text
-
-    play(story, source.service)
-
-
 def test_cancelling_a_request_cancels_its_fetch(source: Runner) -> None:
     script = Script(chunks_of(SECOND, source), "hangs in the middle")
 
