@@ -187,20 +187,6 @@ def test_a_page_with_one_copy_and_no_answers_sends_no_requests(
     assert view.count_requests("/v1/placements") == before
 
 
-def test_a_copy_that_loads_hides_none_that_answers(view: Visit, cluster: Cluster) -> None:
-    loading: Json = {"drafting": {"drafter_kind": "none", "reason": "not loaded"}}
-    drafts: Json = {"drafting": {"drafter_kind": "native_mtp", "reason": ""}}
-    cluster.placements = [copy(2, status="loading", **loading), copy(1, **drafts)]
-    page = view.go()
-    expect(page.locator(".facts .where")).to_have_text("mac-1")
-    welcome = page.locator(".welcome")
-    expect(welcome).to_contain_text("Loaded on mac-1. It drafts up to 3 tokens ahead")
-    cluster.placements = [copy(2, **drafts), copy(1, **drafts)]
-    page.reload()
-    expect(page.locator(".facts .where")).to_have_text("2 copies")
-    expect(welcome).to_contain_text("Loaded on mac-2, mac-1.")
-
-
 CACHED = "8,012 of 8,100 prompt tokens from"
 
 
@@ -226,16 +212,6 @@ def test_an_answer_shows_which_copy_gave_it_why_and_what_was_cached(
     expect(facts.filter(has_text="Cached")).to_have_text(f"Cached{words}")
     assert view.violations() == []
     view.shot(f"cached-{tier or 'nowhere'}")
-
-
-def test_an_answer_of_the_only_copy_shows_no_choice(
-    view: Visit, node: Node, cluster: Cluster
-) -> None:
-    where: Json = {"stages": copy(1)["stages"], "reason": ""}
-    facts = facts_of(view, node, {"placement": where, "cached_tokens": 0, "cached_tier": ""})
-    expect(facts.filter(has_text="Ran on")).to_have_count(1)
-    expect(facts.filter(has_text="Why there")).to_have_count(0)
-    expect(facts.filter(has_text="Cached")).to_have_count(0)
 
 
 def facts_of(view: Visit, node: Node, stats: Json) -> Locator:

@@ -4,9 +4,8 @@ import re
 
 import pytest
 from browser import Visit, send, wait_for_answer
-from fakes import Json
 from http_node import Node
-from page_cluster import Cluster, copy, member, planned, stage
+from page_cluster import Cluster, planned, stage
 from playwright.sync_api import expect
 
 pytestmark = pytest.mark.timeout(300)
@@ -63,35 +62,3 @@ def test_insight_has_what_happened_while_an_answer_of_the_page_was_written(
     before = view.count_requests("/metrics")
     page.wait_for_timeout(2_500)
     assert view.count_requests("/metrics") == before  # nothing asks while nothing is written
-
-
-@pytest.mark.parametrize(
-    ("message", "shown"),
-    [
-        ("the digits did not match", "The digits did not match"),
-        ("demo has 16 layers; give fewer", "demo has 16 layers; give fewer"),
-        ("no-name/model is loaded", "no-name/model is loaded"),
-        ("it stays; `exo-node models rm x` does", "It stays; `/v/b/exo-node models rm x` does"),
-        ("'messages[2].content[0].image_url.url' is none; x", "The image is none; x"),
-        ("'messages[0].content' is empty", "The message is empty"),
-        ("a $& of `exo-node`", "A $& of `exo-node`"),
-    ],
-)  # fmt: skip
-def test_messages_begin_as_sentences_name_no_paths_and_can_be_typed(
-    view: Visit, cluster: Cluster, message: str, shown: str
-) -> None:
-    cluster.identity = {"command": "/v/b/exo-node"}
-    cluster.nodes = [member(1), member(2)]
-    refused: Json = {"error": {"message": message, "code": "refused"}}
-    cluster.placements = [copy(1)]
-    view.page.route(
-        "**/v1/placements",
-        lambda route: (
-            route.fulfill(status=400, json=refused)
-            if route.request.method == "POST"
-            else route.continue_()
-        ),
-    )
-    page = view.go("#/cluster")
-    page.get_by_role("button", name="One copy more").click()
-    expect(page.get_by_role("alert").last).to_have_text(shown)

@@ -4,11 +4,11 @@ import re
 from typing import Any
 
 import pytest
-from browser import PHONE, Visit, answers, model_button, send, visit, wait_for_answer
+from browser import Visit, answers, model_button, send, wait_for_answer
 from fakes import FINISHED, Json, says
 from http_node import Node
 from page_cluster import Cluster, model
-from playwright.sync_api import Browser, FloatRect, Locator, Route, expect
+from playwright.sync_api import FloatRect, Locator, Route, expect
 
 from exo_node.node.chat.requests import Finished, ReasoningDelta, Started, TextDelta
 
@@ -178,24 +178,6 @@ def test_a_long_paste_is_folded(view: Visit, node: Node) -> None:
     page.get_by_role("button", name="Show less").click()
     assert len(question.inner_text()) < 2000
     assert view.violations() == []
-
-
-def test_on_a_phone_commands_keep_their_lines_and_the_models_arrow_is_near(
-    browser: Browser, node: Node, cluster: Cluster
-) -> None:
-    with visit(browser, f"http://127.0.0.1:{node.port}", **PHONE) as view:
-        page = view.go()
-        button = model_button(page)
-        expect(button).to_have_text("Model demo")
-        assert box(button)["width"] <= box(button.locator(".chosen"))["width"] + 60
-        page.get_by_role("navigation").get_by_role("link", name="Connect").click()
-        recipe = page.get_by_role("region", name="curl").locator("pre")
-        lines = recipe.inner_text().count("\n") + 1
-        height = recipe.evaluate("pre => parseFloat(getComputedStyle(pre).lineHeight)")
-        assert box(recipe)["height"] < (lines + 2) * height
-        fits = "box => box.scrollWidth <= box.clientWidth"
-        assert page.locator("main").evaluate(fits), "main scrolls sideways"
-        assert view.violations() == []
 
 
 def test_insight_draws_charts_from_the_first_request_on_and_the_table_before_them(

@@ -1,13 +1,11 @@
 """The page's other places, and its connection to the node, over fake answers."""
 
-from typing import Any
-
 import pytest
-from browser import DARK, PHONE, Visit, answers, model_button, send, visit
+from browser import Visit, answers, model_button, send, visit
 from fakes import FINISHED, says
 from http_node import Node, serving_fakes
 from page_cluster import Cluster, member, model, planned, stage
-from playwright.sync_api import Browser, Route, expect
+from playwright.sync_api import Browser, expect
 
 from exo_node.dashboard import asset
 from exo_node.node.chat.requests import Started, TextDelta
@@ -203,29 +201,6 @@ def test_a_dead_node_shows_no_stages_and_the_next_best_choice_is_loaded_as_shown
         dialog.get_by_role("button", name="Load", exact=True).click()
     layers = [{"node": each["node"], "layers": 8} for each in (two, one)]
     assert request.value.post_data_json == {"model": "demo", "layers": layers}
-
-
-@pytest.mark.parametrize("look", [{}, PHONE, DARK], ids=["desk", "phone", "dark"])
-def test_one_to_sixteen_nodes_are_drawn_in_numeric_order(
-    browser: Browser, node: Node, cluster: Cluster, look: dict[str, Any], request: Any
-) -> None:
-    with visit(browser, f"http://127.0.0.1:{node.port}", **look) as view:
-
-        def no_requests(route: Route) -> None:
-            route.fulfill(json={"data": [], "asking": [], "may_decide": True})
-
-        view.page.route("**/v1/join/requests", no_requests)
-        page, kind = view.go("#/cluster"), request.node.callspec.id
-        names = page.locator(".topology .name")
-        for count in (1, 2, 16):
-            cluster.nodes = [member(number) for number in reversed(range(1, count + 1))]
-            page.reload()
-            expect(names).to_have_text([f"mac-{number}" for number in range(1, count + 1)])
-            view.shot(f"cluster-{count}-{kind}")
-        for box in ("html", "main"):
-            fits = "box => box.scrollWidth <= box.clientWidth"
-            assert page.locator(box).evaluate(fits), f"{box} scrolls sideways"
-        assert view.violations() == []
 
 
 def test_events_reach_the_page_without_polling(

@@ -136,36 +136,6 @@ def test_a_long_one_that_left_takes_its_room_along() -> None:
     assert together[0].keys.shape[2] == ROOM and positions.rows == [20, 9]
 
 
-@pytest.mark.parametrize(
-    ("stays", "joins"),
-    [([0, 1, 2], 0), ([0, 1, 2], 2), ([1, 2], 0), ([2], 0), ([2], 1), ([0], 2), ([], 1)],
-)
-def test_states_that_only_the_device_knows_are_each_requests_own_after_a_change(
-    stays: list[int], joins: int
-) -> None:
-    """Behind a CUDA verify of which requests keep different numbers of rows (`RowChoice`)."""
-    window = mx.random.normal((3, 2 + 3, 4), key=mx.random.key(1))
-    states = mx.random.normal((2, 3, 5, 4, 4), key=mx.random.key(2))
-    row_counts = [1, 2, 1]
-    together = BatchTapedCache(TapedCache(2))
-    together.cache = [window[:, 2:], states[1]]
-    together.record(2, lambda _: [], lambda at: RowChoice(window, states, at))
-    together.keep(kept_row_index(mx.array(row_counts)))
-    coming = [TapedCache(2) for _ in range(joins)]
-    for i, cache in enumerate(coming):
-        cache.cache = [mx.full((1, 3, 4), i + 1.0), mx.full((1, 5, 4, 4), i + 1.0)]
-    order = order_of(stays)
-    change_all([together], Change(order, [9] * (len(order) + joins)), [[c] for c in coming])
-    expected = [
-        (window[i, row_counts[i] : row_counts[i] + 3], states[row_counts[i] - 1, i]) for i in order
-    ]
-    expected += [(mx.full((3, 4), i + 1.0), mx.full((5, 4, 4), i + 1.0)) for i in range(joins)]
-    for place, parts in enumerate(expected):
-        got = together.of(place).cache
-        for mine, read in zip(parts, got, strict=True):
-            assert read is not None and mx.array_equal(mine[None], read).item()
-
-
 def test_no_array_of_a_state_that_was_not_kept_is_found_in_a_cache() -> None:
     window, states = mx.ones((2, 5, 4)), mx.ones((2, 2, 5, 4, 4))
     cache = BatchTapedCache(TapedCache(2))

@@ -208,42 +208,6 @@ def test_the_native_mtp_setting_applies_to_the_next_request(demo: Node) -> None:
     assert ids[0] == ids[1] == ids[2]
 
 
-def test_the_opt_out_variable_leaves_the_heads_weights_on_disk(tmp_path: Path, demo: Node) -> None:
-    with_head = demo.chat("Tell me a story.", return_token_ids=True, max_tokens=24)
-    loaded = demo.stages()[0]
-    flags = ("--no-mdns", "--dtype", "float32")
-    with node(tmp_path / "off", *flags, env={"EXO_NATIVE_MTP_ENABLED": "0"}) as off:
-        body = off.chat("Tell me a story.", return_token_ids=True, max_tokens=24)
-        assert body["choices"][0]["token_ids"] == with_head["choices"][0]["token_ids"]
-        stats = body["generation_stats"]
-        assert (stats["drafter_kind"], stats["num_draft_tokens"]) == ("none", 0)
-        assert "EXO_NATIVE_MTP_ENABLED" in stats["drafting_reason"]
-        stage = off.stages()[0]
-        assert stage["checkpoint_bytes_read"] < loaded["checkpoint_bytes_read"] - 1_000_000
-        assert stage["weight_bytes"] < loaded["weight_bytes"] - 2_000_000
-        copies_what_is_asked_for_again(off)
-        assert model_of(off)["prompt_lookup"] == COPIES
-        refused = off.call("PATCH", "/v1/settings", {"native_mtp_enabled": True})
-        assert refused.status == 400
-        assert "EXO_NATIVE_MTP_ENABLED" in refused.body["error"]["message"]
-
-
-def copies_what_is_asked_for_again(running: Node) -> None:
-    """Without a head, too: prompt lookup has a switch of its own."""
-    question = {"role": "user", "content": "Tell me a story."}
-    turns = [question, {"role": "assistant", "content": STORY["text"]}, question]
-    body, plain = (
-        running.chat("", messages=turns, return_token_ids=True, **fields)
-        for fields in ({}, {"num_draft_tokens": 0})
-    )
-    assert body["choices"][0]["token_ids"] == plain["choices"][0]["token_ids"]
-    stats, without = body["generation_stats"], plain["generation_stats"]
-    assert (stats["drafter_kind"], stats["lookup_reason"]) == ("prompt_lookup", "")
-    assert stats["lookup_accepted_tokens"] == stats["accepted_draft_tokens"] > 0
-    assert (without["drafter_kind"], without["lookup_rounds"]) == ("none", 0)
-    assert "num_draft_tokens" in without["lookup_reason"]
-
-
 def test_synchronous_drafts_give_the_same_ids_and_a_killed_nodes_runner_ends(
     plain: Node,
 ) -> None:

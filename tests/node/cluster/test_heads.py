@@ -1,8 +1,9 @@
-"""Real clusters of one node each: two heads that meet, and a head that leaves."""
+"""What heads and live nodes exchange: desires, elections, heartbeats."""
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import pytest
 from simulated import Disk
@@ -10,6 +11,7 @@ from simulated import Disk
 from exo_node.node.cluster.cluster import Cluster
 from exo_node.node.cluster.cluster_state import ClusterState
 from exo_node.node.cluster.desired import Desired, DesiredPlacements
+from exo_node.node.cluster.exchanges import QUICK_TRIES, Calls, Exchanges, News
 from exo_node.node.cluster.member import MemberFacts
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.tasks import Loops
@@ -89,3 +91,49 @@ async def test_a_head_that_leaves_names_an_election_only_where_another_node_is(
     await head.cluster.close()
     [election] = [event.text for event in head.events.entries() if event.kind == "election"]
     assert text in election
+
+
+HERE, THERE = NodeId("a" * 20), NodeId("b" * 20)
+ADDRESS = "10.0.0.2:52416"
+TIMING = replace(LOCAL, heartbeat_s=3600.0, tick_s=0.0)
+"""A second try follows at once or not during a test."""
+
+
+@dataclass
+class EverySecond:
+    """A control client whose every second heartbeat is answered."""
+
+    count: int = 0
+
+    async def exchange(self, address: str, node: NodeId | None, beat: pb.Heartbeat) -> pb.Heartbeat:
+        self.count += 1
+        if self.count % 2:
+            raise PeerLost(f"{address} does not answer")
+        return pb.Heartbeat(sender=pb.NodeFacts(id=THERE))
+
+
+async def test_a_live_node_is_asked_again_at_once_however_often_it_missed_one_heartbeat() -> None:
+    news, answers, enough = News(), list[NodeId](), asyncio.Event()
+
+    def record_answer(node: NodeId, address: str, beat: pb.Heartbeat, seconds: float) -> None:
+        answers.append(node)
+        if len(answers) > QUICK_TRIES:
+            enough.set()
+        _ = asyncio.get_running_loop().call_soon(news.notify)  # the next heartbeat is due
+
+    calls = Calls(
+        own_address=lambda: "10.0.0.1:52416",
+        heartbeat=pb.Heartbeat,
+        record_answer=record_answer,
+        record_refusal=lambda node, address: None,
+        is_live=lambda node: True,
+    )
+    loops = Loops(EventLog(), LOCAL)
+    exchanges = Exchanges(HERE, cast(Any, EverySecond()), loops, TIMING, news, calls)
+    exchanges.dial(ADDRESS, THERE)
+    try:
+        async with asyncio.timeout(10):
+            _ = await enough.wait()
+    finally:
+        await exchanges.close()
+    assert {*answers} == {THERE}

@@ -22,10 +22,8 @@ from exo_node.placement.config import hidden_size
 from exo_node.shard.engine import prefill_forward
 from exo_node.shard.engine import request as requests
 from exo_node.shard.engine.answers.text_engine import TextEngine
-from exo_node.shard.engine.executor import LocalExecutor
 from exo_node.shard.engine.options import EngineOptions
-from exo_node.shard.engine.scheduler import Decode, Scheduler
-from exo_node.shard.engine.states import cache_set
+from exo_node.shard.engine.scheduler import Scheduler
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.model.stage_model import StageModel
@@ -65,38 +63,6 @@ def test_random_joins_cancels_and_stalls_leave_every_answer_its_own(
     driven(served, readers)
     assert_as_alone(readers)
     assert served.live_requests == 0 and served.cache_bytes() == 0
-
-
-@both_ways
-def test_whoever_has_its_first_token_shares_the_next_forward(
-    monkeypatch: pytest.MonkeyPatch, *, ahead: bool
-) -> None:
-    """Prompts end while others answer, some of them together; and joining copies nobody else."""
-    left_out, formed = list[int](), list[int]()
-    served, issue, form = engine(runs_ahead=ahead), LocalExecutor.issue, cache_set.left_aligned
-
-    def issued(self: LocalExecutor, step: Decode, running: int) -> Any:
-        answering = [
-            r for r in served._engine._requests if r.phase == "decode" and r.remaining_tokens > 0
-        ]
-        left_out.append(len(answering) - len(step.requests))
-        return issue(self, step, running)
-
-    def counted(parts: Sequence[Any], *rest: Any) -> Any:
-        formed.append(len(parts))
-        return form(parts, *rest)
-
-    monkeypatch.setattr(LocalExecutor, "issue", issued)
-    monkeypatch.setattr(cache_set, "left_aligned", counted)
-    readers = [
-        Reader(request(prompt(i, 25), 2, 24, ignore_eos=True), begins=(0, 6, 12)[i // 3])
-        for i in range(9)
-    ]
-    driven(served, readers)
-    assert set(left_out) == {0}
-    assert formed == [3, 3]  # the target's and the head's; the others join them where they are
-    assert max(r.forward.batch for r in readers[-1].rounds) >= 8
-    assert_as_alone(readers)
 
 
 @both_ways

@@ -1,7 +1,4 @@
-"""One stage: the oracle's numbers, endings, replay, and what stays in the caches.
-
-The oracle is the demo's; whatever holds for any weights is tested on the small model.
-"""
+"""One stage: the oracle's numbers, endings, drafts, and what stays in the caches."""
 
 import functools
 import itertools
@@ -11,14 +8,18 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from engines import ORACLE, STORY, Answer, answer, load_quietly, request, spec, whole_engine
+from long_runs import watched_heads
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.utils import load_model  # pyright: ignore[reportUnknownVariableType]
+from small import PROMPT as SMALL_PROMPT
 from small import small_checkpoint, small_engine
 
 from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import ContextLengthExceeded, InvalidRequest
+from exo_node.shard.engine.answers.events import Delta
 from exo_node.shard.engine.answers.text_engine import TextEngine
+from exo_node.shard.engine.states.cache_set import CacheSet
 
 PROMPT: list[int] = STORY["prompt_ids"]
 
@@ -180,3 +181,58 @@ def test_penalties_give_mlx_lms_ids_at_every_k(exact: TextEngine, penalties: Sam
         got = answer(exact, engine_request)
         assert list(got.ids) == expected
         assert k == 0 or got.stats.accepted_draft_tokens > 0
+
+
+OTHER_PROMPT: list[int] = ORACLE[0]["prompt_ids"]
+
+
+@pytest.fixture(scope="module")
+def engine() -> TextEngine:
+    return small_engine()
+
+
+@functools.cache
+def undisturbed(engine: TextEngine) -> Answer:
+    return answer(engine, request(SMALL_PROMPT, 2, 60))
+
+
+@pytest.mark.smoke
+def test_what_the_draft_head_holds_is_counted_with_the_caches(engine: TextEngine) -> None:
+    def bytes_of(k: int) -> int:
+        """In the middle of an answer."""
+        steps = engine.generate(request(SMALL_PROMPT, k, 60, ignore_eos=True))
+        deltas = (event for event in steps if isinstance(event, Delta))
+        _ = [next(deltas) for _ in range(3)]
+        bytes_before = engine.cache_bytes()
+        steps.close()
+        return bytes_before
+
+    assert bytes_of(2) > bytes_of(0) > 0
+    assert engine.cache_bytes() == 0
+
+
+def test_an_error_of_cache_repair_ends_the_answer(engine: TextEngine) -> None:
+    """exo#2110 logged them and went on with the stale cache; here they end the answer."""
+    steps = engine.generate(request(SMALL_PROMPT, 2, 60, ignore_eos=True))
+    with pytest.MonkeyPatch.context() as patch:
+
+        def broken(*_: object) -> None:
+            raise RuntimeError("the cache cannot be repaired")
+
+        patch.setattr(CacheSet, "keep", broken)
+        with pytest.raises(RuntimeError, match="cannot be repaired"):
+            _ = list(steps)
+    assert engine.live_requests == 0
+    assert answer(engine, request(SMALL_PROMPT, 2, 12)).ids == undisturbed(engine).ids[:12]
+
+
+@pytest.mark.smoke
+def test_no_state_of_an_earlier_request_is_used_again(engine: TextEngine) -> None:
+    """vllm-mlx#82. Log-probabilities show what a memorised answer would hide."""
+    fields = {"k": 2, "max_tokens": 20, "top_logprobs": 0}
+    fresh = answer(small_engine(), request(SMALL_PROMPT, **fields))
+    _ = answer(engine, request(OTHER_PROMPT, 3, 12))
+    with watched_heads() as heads:
+        got = answer(engine, request(SMALL_PROMPT, **fields))
+    assert got.rounds == fresh.rounds
+    assert [cached for cached, _ in heads] == [committed for _, committed in heads]

@@ -19,10 +19,9 @@ from exo_node.mtp.drafting.acceptance import Acceptance, Prior
 from exo_node.mtp.drafting.round_policy import DraftDemand, Offer, RoundPolicy
 from exo_node.mtp.seams import Want
 from exo_node.mtp.targets import FamilyTarget
-from exo_node.shard.engine import executor, prefill_forward
+from exo_node.shard.engine import prefill_forward
 from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.request import Parameters
-from exo_node.shard.engine.states.state import DraftState
 
 TOKENS = 30
 CHEAP, DEAR = 0.05, 3.0
@@ -187,23 +186,6 @@ def test_ids_are_those_without_drafts_at_every_switch(
     drafted = {r.drafted for each in readers for r in each.rounds if r.forward.batch > 2}
     assert len(drafted) > 1
     assert served.live_requests == 0 and served.cache_bytes() == 0
-
-
-def test_what_waits_for_a_long_prompt_is_bounded(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(executor, "RESTING_ROWS", 200)
-    unread, observe = list[int](), DraftState.observe
-
-    def noted(self: DraftState, hidden: mx.array, tokens: mx.array) -> None:
-        observe(self, hidden, tokens)
-        unread.append(self.unread_rows)
-
-    monkeypatch.setattr(DraftState, "observe", noted)
-    served, readers = taught(bench), crowd(3, 900)
-    driven(served, readers)
-    assert 160 < max(unread) <= 200 + 160
-    assert_as_alone(readers)
 
 
 def test_a_prefix_that_a_resting_head_left_gives_the_same_answer_and_drafts(bench: Bench) -> None:

@@ -337,34 +337,6 @@ def test_a_request_waits_for_one_piece_at_most_while_two_come() -> None:
     assert measuring_of(served).is_done
 
 
-def test_what_a_measurement_holds_is_room_that_prefixes_lack_and_that_requests_get() -> None:
-    """It is between two pieces while they come, and the planner counts only theirs."""
-    room = 1 << 24
-    served = unmeasured(prefix_cache_bytes=room)
-    store, measuring = served._prefixes.memory, measuring_of(served)
-    while not measuring._held_bytes:
-        assert served.step()
-    held = measuring._held_bytes
-    assert store._reserved == held > 1000
-    assert store._has_room(room - held) and not store._has_room(room - held + 1)
-    _ = served.begin(asked(), list[object]().append, list[object]().append)
-    assert not measuring.step(idle=False), "its time has not come"
-    assert measuring._held_bytes == held, "there is room for both"
-    store._budget = held + served._executor.bytes
-    while not served._executor.bytes:
-        assert served._engine.step()
-    before = mx.get_active_memory()
-    assert not measuring.step(idle=False)
-    assert measuring._held_bytes == store._reserved == 0
-    assert before - mx.get_active_memory() >= held // 2
-    store._budget = room
-    while served.step():
-        pass
-    assert measuring.is_done and store._reserved == 0
-    assert served.lookup.shared_reason == served.lookup.refusal == served.drafting.refusal == ""
-    assert answer(served, asked()).ids == plain(asked())
-
-
 def test_rounds_that_were_drafted_elsewhere_are_resumed_without_drafts() -> None:
     """As after a loss, on a node that never loaded the model."""
     measured = small_engine(prompt_lookup=True, context_length=CONTEXT)
@@ -408,27 +380,6 @@ def test_a_gpu_fault_of_a_piece_turns_nothing_off(
     assert got.ids == plain(asked())
     assert got.stats.drafting_reason == got.stats.lookup_reason == got.stats.batching_reason == ""
     assert served.lookup.shared_reason == ""
-
-
-def test_a_head_that_cannot_draft_costs_no_answer_and_no_other_measurement(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It runs for the first time where its costs are measured."""
-
-    def failing(*_: object) -> Generator[None]:
-        yield
-        raise ValueError("shapes (2,3) and (4,5)")
-
-    monkeypatch.setattr(model_measurements, "probe_costs", failing)
-    served = unmeasured()
-    while served.step():
-        pass
-    got = answer(served, asked())
-    reason = "this model's head cannot draft here (ValueError: shapes (2,3) and (4,5))"
-    assert (got.stats.drafting_reason, got.stats.num_draft_tokens) == (reason, 0)
-    assert got.ids == plain(asked()) and got.stats.lookup_reason == ""
-    assert served.lookup.shared_reason == ""
-    assert [record.message for record in caplog.records] == [f"{reason}: nothing is drafted"]
 
 
 def test_a_piece_has_the_positions_of_text_after_an_answer_with_an_image() -> None:

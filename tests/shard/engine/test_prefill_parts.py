@@ -1,6 +1,5 @@
 """A forward over prompts in parts: how long one takes, and that nothing but its time changes."""
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,33 +104,3 @@ def test_a_forward_in_parts_is_the_forward_bit_for_bit(monkeypatch: pytest.Monke
     assert looks >= 2 * (len(model.layers) - 1)
     assert len(whole()) == len(parts) > len(model.layers)
     assert all(mx.array_equal(a, b).item() for a, b in zip(whole(), parts, strict=True))
-
-
-class Device:
-    """mlx.core, which notes what is issued and what is waited for."""
-
-    def __init__(self) -> None:
-        self.seen = list[tuple[str, int]]()
-
-    def async_eval(self, arrays: list[mx.array]) -> None:
-        self.seen.append(("issued", id(arrays[0])))
-        mx.async_eval(arrays)
-
-    def eval(self, arrays: list[mx.array]) -> None:
-        self.seen.append(("waited", id(arrays[0])))
-        mx.eval(arrays)
-
-
-def test_a_layer_is_issued_before_the_one_in_front_of_it_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    device, caches = Device(), [KVCache() for _ in range(LAYERS)]
-    monkeypatch.setattr("exo_node.shard.engine.prefill_forward.mx", device)
-    forward = reading(Clock(step=1.0), caches)
-    while not forward.advance():
-        pass
-    first: list[int] = [id(cache_arrays([cache])[0]) for cache in caches]
-    between = [
-        each for a, b in itertools.pairwise(first) for each in (("issued", b), ("waited", a))
-    ]
-    assert device.seen == [("issued", first[0]), *between, ("waited", first[-1])]

@@ -1,18 +1,14 @@
-"""Every kind of cache comes back from disk bit for bit, of whole models and of stages."""
+"""Every kind of cache comes back from disk and from a peer, bit for bit."""
 
-import functools
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from engines import answer, engine_of, load_quietly, request, spec
-from models import Family, make_checkpoint
 from prefixes import (
     CHUNK,
-    END,
     FIRST,
     IDS,
     KINDS,
@@ -20,47 +16,24 @@ from prefixes import (
     SECOND,
     TOKENS,
     comparable,
+    of_class,
     plain,
     probabilities,
     two_stages,
 )
-from small import LAYERS, fit_head, small_checkpoint
+from small import LAYERS, small_checkpoint
 from stored_prefixes import MIB, files, settle
+from transfers import handed_over
 from zoo import VOCABULARY, tiny_config
 from zoo_runs import small
 
 from exo_node.mtp.caches.rollback import cache_arrays
 from exo_node.mtp.caches.window import WindowCache
-from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.prefixes.disk import PrefixDisk
 from exo_node.shard.engine.prefixes.memory import PrefixCache
 from exo_node.shard.engine.prefixes.prompt_path import PromptPath
 from exo_node.shard.engine.states.state import State
-from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_model import StageModel
-
-
-@functools.cache
-def with_head(family: Family) -> tuple[pb.StageSpec, Loaded]:
-    """A small model of a family whose draft head is often right."""
-    folder = make_checkpoint(
-        Path(_CHECKPOINTS.name) / family,
-        family,
-        dtype="float32",
-        layers=LAYERS,
-        vocab=END + 1,
-        raw=False,
-        seed=7,
-    )
-    fit_head(folder)
-    room = {"prefill_chunk": CHUNK, "prefix_cache_bytes": ROOM}
-    stage_spec = spec(folder, 0, LAYERS, num_layers=LAYERS, native_mtp=True, **room)
-    loaded = load_quietly(stage_spec)
-    assert loaded.head is not None, loaded.head_state
-    return stage_spec, loaded
-
-
-_CHECKPOINTS = tempfile.TemporaryDirectory(prefix="exo-prefixes-")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,31 +52,6 @@ def test_two_restarted_stages_give_the_answers_of_cold_ones(kind: str, tmp_path:
             assert hits == ({"disk": cached} if cached else {})
         settle(stages.engine, *stages.workers)
     assert {path.parents[1] for path in tmp_path.glob("*/*/*.safetensors")} == set(folders)
-
-
-@pytest.mark.parametrize("k", [0, 1, 2, 3])
-@pytest.mark.parametrize(
-    "family",
-    [
-        *("qwen3_next", "deepseek_v3", "deepseek_v32", "glm4_moe", "ernie4_5", "ernie4_5_moe"),
-        *("longcat_flash", "nemotron_h"),
-    ],
-)
-def test_a_restarted_draft_head_gives_the_drafts_of_a_cold_one(
-    family: Family, k: int, tmp_path: Path
-) -> None:
-    stage_spec, loaded = with_head(family)
-    cached = list[int]()
-    for prompt in (FIRST, FIRST, SECOND, SECOND):
-        disk = PrefixDisk(tmp_path, family, 64 * MIB, loaded.model.make_caches)
-        restarted = engine_of(loaded, stage_spec, prefix_disk=disk)
-        got = answer(restarted, request(prompt, k, TOKENS, top_logprobs=0))
-        expected = answer(engine_of(loaded, stage_spec), request(prompt, k, TOKENS, top_logprobs=0))
-        assert probabilities(got) == probabilities(expected)
-        assert (got.stats.proposed_draft_tokens > 0) == (k > 0)
-        cached.append(got.stats.cached_tokens)
-        settle(restarted)
-    assert cached[0] == 0 and cached[1:] == [300, 300, 460], cached
 
 
 def _lost(folder: Path) -> None:
@@ -201,3 +149,26 @@ def test_the_arrays_of_a_cache_come_back_bit_for_bit(
     rest = mx.array([ids[300:]])
     mine, theirs = (model(rest, cache=each) for each in (prefix.caches, caches))
     assert mx.array_equal(mine, theirs).item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_cache_moves(kind: str, tmp_path: Path) -> None:
+    source, target = of_class(kind, ROOM), of_class(kind, ROOM)
+    _ = answer(source, plain(IDS[0]))
+    got = handed_over(source, target, plain(IDS[1]))
+    assert got.stats.cached_tier == "peer" and got.stats.cached_tokens > 128
+    assert probabilities(got) == probabilities(answer(of_class(kind, ROOM), plain(IDS[1])))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_cache_moves_from_the_files_of_several_turns(
+    kind: str, tmp_path: Path
+) -> None:
+    for prompt in IDS[:2]:
+        source = of_class(kind, ROOM, tmp_path)
+        _ = answer(source, plain(prompt))
+        settle(source)
+    assert len(files(tmp_path)) == 2
+    got = handed_over(of_class(kind, ROOM, tmp_path), of_class(kind, ROOM), plain(IDS[1]))
+    assert got.stats.cached_tier == "peer"
+    assert probabilities(got) == probabilities(answer(of_class(kind, ROOM), plain(IDS[1])))

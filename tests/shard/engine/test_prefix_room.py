@@ -7,11 +7,9 @@ rows of another forward would show.
 
 import mlx.core as mx
 import pytest
-from engines import answer, engine_of, request
+from engines import answer, request
 from held_prefixes import cache_of, held_bytes, nodes, prefix_of
 from prefixes import CHUNK, TOKENS, cold, engine, turn
-from readers import Reader, loaded, together
-from small import small_spec
 
 from exo_node.shard.engine.answers.events import AnswerEnd, Delta
 from exo_node.shard.engine.answers.text_engine import TextEngine
@@ -137,27 +135,3 @@ def test_what_a_cancelled_request_read_stays(events: int) -> None:
     ids, cached = drive(warm, request(LONG, 2, TOKENS), room_of(2))
     assert tuple(ids) == cold(LONG, 2)[0]
     assert cached == rows
-
-
-def test_answers_that_share_forwards_leave_what_a_cold_prompt_does() -> None:
-    """Members come and go; the room is that of all of them."""
-    room = 6 * DRAFTING
-    spec = small_spec(native_mtp=True, prefill_chunk=CHUNK, prefix_cache_bytes=room)
-    warm = engine_of(loaded(), spec)
-    prompts = [[*turn(rows, 70 + rows), 7, 8] for rows in (420, 400, 410)]
-    readers = [Reader(request(prompts[n], 2, 20 + 20 * n, ignore_eos=True)) for n in range(3)]
-
-    def check(_: int) -> None:
-        assert held_bytes(warm) <= room
-
-    together(warm, readers, check)
-    assert all(reader.fault is None for reader in readers)
-    assert readers[1].rounds[0].forward.batch > 1 or readers[1].rounds[5].forward.batch > 1
-    alone = engine_of(loaded(), spec)
-    for prompt in prompts:
-        engine_request = request(prompt, 1, 1)
-        _ = answer(alone, engine_request)
-        mine, theirs = (prefix_of(each, engine_request) for each in (warm, alone))
-        assert mine is not None and theirs is not None and mine.rows == theirs.rows
-        pairs = zip(mine.arrays(), theirs.arrays(), strict=True)
-        assert all(mx.array_equal(a, b).item() for a, b in pairs)

@@ -180,21 +180,6 @@ def test_a_trace_with_other_bits_is_not_used(
     assert all(type(layer) is qwen3_5.DecoderLayer for layer in deltas)
 
 
-def test_the_gpu_begins_before_the_last_layer_is_built(
-    model: qwen3_5.Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mx, "compile", as_it_is)
-    monkeypatch.setattr(layers, "_LAYERS_PER_EVAL", 2)
-    _ = delta_layers(model)
-    _ = layers.trace_layers([*model.layers], clock())
-    evaluated: list[mx.array] = []
-    monkeypatch.setattr(mx, "async_eval", evaluated.append)
-    for ids, evaluations in (([5], 0), ([5, 6], 1)):
-        evaluated.clear()
-        model(mx.array([ids]), with_tapes(model.make_cache()))
-        assert len(evaluated) == evaluations, ids
-
-
 @pytest.mark.parametrize("rows", [1, 2, 5, 16, 17, 40, 70])
 def test_a_layer_by_its_kernel_computes_what_mlx_lm_does(model: qwen3_5.Model, rows: int) -> None:
     layer: Any = model.language_model.model.layers[0].linear_attn

@@ -1,6 +1,5 @@
 """Products of many rows with quantised weights: the numbers, and what is in memory at once."""
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -56,30 +55,3 @@ def test_what_is_large_unpacked_stays_packed(monkeypatch: pytest.MonkeyPatch) ->
     [chosen] = choose([small, large])
     assert (small.unpacking is None, large.unpacking is None, chosen.layers) == (False, True, 1)
     assert choose([large]) == []
-
-
-def test_a_group_begins_when_the_one_before_the_last_has_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls: list[tuple[str, int]] = []
-    results: list[mx.array] = []
-    begin: Callable[..., Any] = mx.async_eval
-    wait: Callable[..., Any] = mx.eval
-
-    def record_start(y: mx.array) -> None:
-        calls.append(("begin", len(results)))
-        begin(y)
-
-    def waited(y: mx.array) -> None:
-        calls.append(("wait", next(i for i, each in enumerate(results) if each is y)))
-        wait(y)
-
-    monkeypatch.setattr(mx, "async_eval", record_start)
-    monkeypatch.setattr(mx, "eval", waited)
-    layer, x = packed(), mx.ones((1, MANY, 128))
-    one = 32 * 128 * 4
-    multiply = unpacked.Unpacking(group_bytes=2 * one)
-    for _ in range(6):
-        results.append(multiply(x, layer))
-    begins = [("begin", 1), ("begin", 3), ("wait", 1), ("begin", 5), ("wait", 3)]
-    assert calls == begins

@@ -39,14 +39,6 @@ class Stage:
         return " ".join(self.log)
 
 
-def test_two_attempts_of_a_request_are_two_answers() -> None:
-    stage = Stage()
-    stage.chunk("P", "p")
-    stage.round("a1", "a")
-    stage.queue.add_round([("a", 2)], lambda: stage.log.append("a2"))
-    assert stage.run() == "a1 a2 P"
-
-
 def test_a_word_overtakes_no_round_and_does_not_wait_for_chunks() -> None:
     stage = Stage()
     stage.chunk("P", "p")
@@ -87,16 +79,6 @@ def test_the_chunks_of_earlier_attempts_go_and_those_of_the_next_stay() -> None:
     assert stage.queue.drop("p", 2) == 2
     assert stage.dropped == ["P1", "P2"]
     assert stage.run() == "P3"
-
-
-def test_nothing_is_dropped_twice_or_after_it_ran() -> None:
-    stage = Stage()
-    stage.chunk("P0", "p")
-    stage.chunk("P1", "p")
-    _ = stage.run(1)
-    assert [stage.queue.drop("p", 1) for _ in range(2)] == [1, 0]
-    assert stage.dropped == ["P1"]
-    assert stage.run() == "P0" and len(stage.queue) == 0
 
 
 Members = st.sets(st.sampled_from("abc"), min_size=1).map(lambda names: sorted(names))

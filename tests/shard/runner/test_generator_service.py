@@ -6,7 +6,6 @@ from dataclasses import replace
 from threading import Event
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import Mock
 
 import pytest
 from engines import CHUNK, message
@@ -30,7 +29,6 @@ CONTEXT = 64
 VOCABULARY = 5000
 LIMITS = StageLimits("p", 0, "float32", 8, 8, CONTEXT, VOCABULARY)
 _NO_CONTEXT: Any = None
-_ANY: Any = None
 
 
 Put = Callable[[Any], None]
@@ -234,40 +232,6 @@ def test_a_prefix_is_found_while_the_compute_thread_is_busy() -> None:
     assert (reply.prompt_rows, reply.rows, reply.tier) == (rows + 5, rows, "memory")
     assert 0 < reply.bytes <= served.prefix_cache_bytes and reply.key == "the key"
     assert unsaved == pb.CachedPrefix(prompt_rows=rows + 5, key="the key")
-
-
-def test_a_prompt_is_encoded_once_for_its_look_up_and_its_answer() -> None:
-    encodes: list[str] = []
-
-    class Prompts(_Prompts):
-        async def encode(self, _: str, __: int, notes: list[str]) -> list[int]:
-            encodes.append(_)
-            return await super().encode(_, __, notes)
-
-    async def story(service: GeneratorService, *requests: pb.GenerateRequest) -> pb.Started:
-        _ = await service.FindPrefix(requests[0], _NO_CONTEXT)
-        async for event in service.Generate(requests[1], _NO_CONTEXT):
-            return event.started
-        raise AssertionError("no event")
-
-    prompts: Any = Prompts()
-
-    def drive(_: Any, request: Parameters, deliver: Put, on_end: Put) -> Any:
-        del request, deliver, on_end
-        return RUN
-
-    engine = _stand_in(drive)
-    engine.prefix_lookup = SimpleNamespace(find=Mock(return_value=(3, "disk", 5)))
-    engine.drafting = SimpleNamespace(grants=bool)
-    service = GeneratorService(LIMITS, engine, _ANY, prompts)
-    request = pb.GenerateRequest(placement="p", request="r", attempt=1, sampling=sampling(), **CHAT)
-    started = asyncio.run(story(service, request, request))
-    assert list(started.prompt_ids) == IDS and list(started.notes) == ["a note"]
-    assert len(encodes) == 1
-    other = pb.GenerateRequest(tools="[]")
-    other.MergeFrom(request)
-    _ = asyncio.run(story(service, other, request))
-    assert len(encodes) == 2
 
 
 def _prefix(engine: Any, compute: Any, **fields: Any) -> pb.CachedPrefix:

@@ -191,15 +191,6 @@ def test_no_more_rounds_are_read_than_may_wait() -> None:
     assert len(ends) == ROWS_AHEAD + 5
 
 
-def test_a_block_of_several_requests_continues_as_one() -> None:
-    stage = Stage()
-    assert stage.take(frames_of(a_round("a", "b", "c"))) == []
-    (frame,) = stage.following.frames
-    assert frame.hidden.stage == 2
-    assert [member.request for member in frame.hidden.members] == ["a", "b", "c"]
-    assert stage.worker.log == [("a", 1), ("b", 1), ("c", 1)]
-
-
 def test_what_went_wrong_with_one_member_is_told_and_the_block_continues() -> None:
     stage = Stage()
     stage.worker.faults["b", 1] = StateLost("no numbers")
