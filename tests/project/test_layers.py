@@ -156,7 +156,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     ),
     "llguidance": (
         *("shard/text/grammars/grammar.py", "shard/text/grammars/grammars.py"),
-        *("shard/text/grammars/number_bound.py", "shard/text/grammars/argument_grammar.py"),
+        "shard/text/grammars/number_bound.py",
     ),
     "regex": ("shard/text/tools/call_scanners.py",),
     "jinja2": ("shard/text/template.py",),

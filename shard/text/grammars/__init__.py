@@ -1,11 +1,9 @@
 """Grammars that hold an answer to a form, compiled within limits.
 
-argument_grammar.py: the grammar of the arguments of a tagged call, and of strings without quotes
 call_grammar.py: the grammar of a required tool call
 enforceable.py: JSON schemas without what grammars cannot take
 grammar.py: masks of the tokens that a grammar allows in an answer
 grammars.py: compiles grammars within limits
 lark.py: pieces of grammars: fixed text, control tokens, JSON documents
-look_ahead.py: patterns that look ahead, as several that do not
 number_bound.py: bounds the digits of JSON numbers
 """

@@ -1,15 +1,18 @@
-"""The grammar of a required tool call, in the model's own call format."""
+"""The grammar of a required tool call.
+
+Models whose calls are JSON write it in their own format. All others, whose own spelling has no
+quotes or none of JSON's, write one call as plain JSON (`plain_calls.py` is about its prompt),
+as they do in vLLM.
+"""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ....placement.errors import InvalidRequest
 from ..tools.answer_format import HARMONY, call_format
-from ..tools.call_formats import FORMATS
-from ..tools.object_formats import DEEPSEEK_CALL, DEEPSEEK_MARKS
-from ..tools.schemas import SchemaDocument, SchemaFault
-from .argument_grammar import ValueRules, argument_lists
+from ..tools.object_formats import DEEPSEEK_CALL, DEEPSEEK_MARKS, HERMES
+from ..tools.schemas import SchemaFault
 from .grammars import COMMENT
 from .lark import Words, json_document, quoted
 
@@ -34,7 +37,6 @@ def call_grammar(tokenizer: Any, request: str, tools: Sequence[Tool]) -> str:
         raise InvalidRequest(f"'{FIELD}' insists on a tool that is not declared", param=FIELD)
     words, parallel = Words(tokenizer), bool(fields["parallel"])
     name = call_format(tokenizer)
-    start, end = FORMATS[name].start, FORMATS[name].end
     match name:
         case "Harmony":
             return _harmony_calls(selected, words)
@@ -42,23 +44,14 @@ def call_grammar(tokenizer: Any, request: str, tools: Sequence[Tool]) -> str:
             # V3 and R1 write a fence, which their templates contain; V3.1 does not.
             fenced = "```json" in str(getattr(tokenizer, "chat_template", None))
             return _deepseek_calls(selected, words, parallel=parallel, fenced=fenced)
-        case "qwen3_coder":
-            values = ValueRules("\n</parameter>\n", words, end)
-            calls = [_tagged_call(number, tool, values) for number, tool in enumerate(selected)]
-            calls += values.rules
-        case "glm47":
-            values = ValueRules("</arg_value>", words, end)
-            calls = [
-                _keyed_call(number, tool, words, values) for number, tool in enumerate(selected)
-            ]
-            calls += values.rules
         case _:
-            calls = [_json_call(number, tool) for number, tool in enumerate(selected)]
-            if name != "json_tools":  # see `plain_calls.py`
-                return "\n".join([f"start: {_any_of(selected)}", *calls])
+            pass
+    calls = [_json_call(number, tool) for number, tool in enumerate(selected)]
+    if name != "json_tools":
+        return "\n".join([f"start: {_any_of(selected)}", *calls])
     rules = [
         f"start: {_calls(_LINE, parallel=parallel)}",
-        f"call: {words(start)} ({_any_of(selected)}) {words(end)}",
+        f"call: {words(HERMES.start)} ({_any_of(selected)}) {words(HERMES.end)}",
     ]
     return "\n".join([*rules, *calls])
 
@@ -78,66 +71,9 @@ def _json_call(number: int, tool: Tool) -> str:
     return f'{_named(tool)}call_{number}: "\\n"? {head} {_schema(tool)} "}}" "\\n"?'
 
 
-def _tagged_call(number: int, tool: Tool, values: ValueRules) -> str:
-    """The rule of `<function=…>` with `<parameter=…>` for each argument (newer Qwen models)."""
-    head, tail = quoted(f"\n<function={tool['name']}>\n"), quoted("</function>\n")
-
-    def part(name: str, value: str) -> str:
-        return quoted(f"<parameter={name}>\n") + f" {value}"
-
-    return f"call_{number}: {_ways(tool, (head, part, tail), values)}"
-
-
-def _keyed_call(number: int, tool: Tool, words: Words, values: ValueRules) -> str:
-    """The rule of a name with `<arg_key>` and `<arg_value>` for each argument, as in GLM."""
-
-    def part(name: str, value: str) -> str:
-        key, begin = words(f"<arg_key>{name}</arg_key>"), words("<arg_value>")
-        return f'{key} "\\n"? {begin} {value} "\\n"?'
-
-    head = f'{quoted(tool["name"])} "\\n"?'
-    return f"call_{number}: {_ways(tool, (head, part, ''), values)}"
-
-
-def _ways(
-    tool: Tool, spelling: tuple[str, Callable[[str, str], str], str], values: ValueRules
-) -> str:
-    """The rule of a call whose arguments are separate.
-
-    `spelling`: the text before them, the rule of an argument (name, rule of its value), and the
-    text after them. Raises InvalidRequest, which names the argument.
-    """
-    head, part, tail = spelling
-    document = SchemaDocument(tool.get("parameters") or {})
-    ways: list[str] = []
-    place = ""
-    try:
-        for arguments in argument_lists(document):
-            parts = [head]
-            for name, schema, required in arguments:
-                place = f" '{name}'"
-                values.place = _named(tool, f", argument '{name}',")
-                argument = part(name, values.name(document, schema))
-                parts.append(argument if required else f"({argument})?")
-                values.count(parts[-1])
-            ways.append(" ".join([*parts, tail]))
-    except SchemaFault as fault:
-        raise _refusal(tool, place, fault) from fault
-    return " | ".join(ways)
-
-
-def _named(tool: Tool, argument: str = "") -> str:
+def _named(tool: Tool) -> str:
     """A comment about the purpose of the rules below it, on a line of its own."""
-    name, argument = (json.dumps(text)[1:-1] for text in (tool["name"], argument))
-    return f"{COMMENT}the tool '{name}'{argument}\n"
-
-
-def _refusal(tool: Tool, place: str, fault: SchemaFault) -> InvalidRequest:
-    return InvalidRequest(
-        f"the tool '{tool['name']}' cannot be enforced: the schema of its arguments{place}: "
-        f"{fault}",
-        param="tools",
-    )
+    return f"{COMMENT}the tool '{json.dumps(tool['name'])[1:-1]}'\n"
 
 
 def _deepseek_calls(tools: Sequence[Tool], words: Words, *, parallel: bool, fenced: bool) -> str:
@@ -176,14 +112,14 @@ def _harmony_calls(tools: Sequence[Tool], words: Words) -> str:
 
 
 def _schema(tool: Tool) -> str:
-    """The rule of a tool's arguments as JSON, without undeclared ones.
-
-    Formats with tags exclude them as well: a model could add arguments without end.
-    """
+    """The rule of a tool's arguments, without undeclared ones, which could have no end."""
     parameters: dict[str, Any] = {"type": "object", **(tool.get("parameters") or {})}
     if not _OPEN & parameters.keys():
         parameters["additionalProperties"] = False
     try:
         return json_document(parameters)
     except SchemaFault as fault:
-        raise _refusal(tool, "", fault) from fault
+        raise InvalidRequest(
+            f"the tool '{tool['name']}' cannot be enforced: the schema of its arguments: {fault}",
+            param="tools",
+        ) from fault

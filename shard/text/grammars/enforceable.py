@@ -3,11 +3,11 @@
 Programs write their schemas by zod or pydantic, which know more keywords and formats.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, cast
 
 from ..tools.schemas import MAX_DEPTH, SchemaDocument, SchemaFault, constants
-from .look_ahead import plain_patterns
 
 _MEMBERS: Final = frozenset(
     ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -29,6 +29,15 @@ _OPEN: Final = _COMBINING.union(
     ("minProperties", "maxProperties", "propertyNames", "dependentSchemas"),
 )
 UNIQUE: Final = "uniqueItems"
+_AROUND: Final = re.compile(r"\(\?<?[=!]")
+_WITHOUT_LOOKING: Final = {
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)$",
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+"
+    r"[A-Za-z]{2,}$": r"^([A-Za-z0-9_'+-]+\.)*[A-Za-z0-9_'+-]*[A-Za-z0-9_+-]@"
+    r"([A-Za-z0-9][A-Za-z0-9-]*\.)+[A-Za-z]{2,}$",
+}
+"""Patterns that look around, for which grammars have nothing, and others of the same texts: of
+pydantic's Decimal and of zod's e-mail address."""
 
 _DATE: Final = (
     "([1-9][0-9]{3}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
@@ -72,7 +81,7 @@ programs use them. Others are remarks without effect, as in JSON Schema."""
 
 
 def enforceable(root: Any) -> Any:
-    """A copy of a schema without what has no effect, and with look-aheads written otherwise.
+    """A copy of a schema without what has no effect, and with known look-aheads written otherwise.
 
     `uniqueItems`, and a pattern that cannot be enforced beside a format that is, are left out:
     `unenforced` names them. An object that declares properties and does not mention others has no
@@ -90,7 +99,7 @@ def unenforced(root: Any) -> list[str]:
     for fields in _schemas(root):
         if fields.get(UNIQUE) is True:
             names.add(UNIQUE)
-        if leaves_pattern(fields):
+        if _leaves_pattern(fields):
             names.add("pattern")
     return sorted(names)
 
@@ -112,16 +121,15 @@ def _schemas(root: Any) -> Iterator[dict[str, Any]]:
                     pending.append(each)
 
 
-def leaves_pattern(fields: Mapping[str, Any]) -> bool:
+def _leaves_pattern(fields: Mapping[str, Any]) -> bool:
     """Whether a pattern cannot be enforced, and an enforced format stands beside it."""
     pattern = fields.get("pattern")
-    if not isinstance(pattern, str) or fields.get("format") not in FORMATS:
-        return False
-    try:
-        _ = plain_patterns(pattern)
-    except SchemaFault:
-        return True
-    return False
+    looks = isinstance(pattern, str) and _AROUND.search(_plain(pattern))
+    return bool(looks) and fields.get("format") in FORMATS
+
+
+def _plain(pattern: str) -> str:
+    return _WITHOUT_LOOKING.get(pattern, pattern)
 
 
 def _extends_others(fields: Mapping[str, Any]) -> bool:
@@ -177,7 +185,10 @@ def _converted(
 
 
 def _own(document: SchemaDocument, fields: dict[str, Any]) -> dict[str, Any]:
-    """One schema's keywords, those within it as they are."""
+    """One schema's keywords, those within it as they are. Raises SchemaFault, also for references
+    that lead back to themselves, in which an answer would get stuck."""
+    if str(fields.get("$ref")).startswith("#"):
+        _ = document.kinds(fields)
     if isinstance(is_unique := fields.get(UNIQUE), bool):
         del fields[UNIQUE]
         items = fields.get("items")
@@ -187,13 +198,12 @@ def _own(document: SchemaDocument, fields: dict[str, Any]) -> dict[str, Any]:
     if isinstance(fields.get("format"), str) and fields["format"] not in FORMATS:
         del fields["format"]
     if isinstance(pattern := fields.get("pattern"), str):
-        if leaves_pattern(fields):
+        if _leaves_pattern(fields):
             del fields["pattern"]
+        elif mark := _AROUND.search(_plain(pattern)):
+            raise SchemaFault(f"the pattern looks around with '{mark[0]}', which is not enforced")
         else:
-            fields["pattern"], *others = plain_patterns(pattern)
-            parts = [{"type": "string", "pattern": each} for each in others]
-            if parts:
-                fields["allOf"] = [*fields.get("allOf", ()), *parts]
+            fields["pattern"] = _plain(pattern)
     for name, limit in _BOUNDS.items():
         bound = fields.get(name)
         if isinstance(bound, int | float) and not isinstance(bound, bool):

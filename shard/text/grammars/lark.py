@@ -3,14 +3,10 @@
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 from .enforceable import enforceable
 from .grammars import SPACES
-
-ANY: Final = r"(~/[^\s\S]/)"
-"""A terminal for any bytes. The lexer simplifies exclusions with it at once. It does not simplify
-those with `/(?s:.)*/`, which is UTF-8 only, and then a bounded text exhausts its memory."""
 
 
 def quoted(text: str) -> str:
@@ -48,8 +44,3 @@ class Words:
     def _part(self, part: str) -> str:
         number = self._added.get(part)
         return quoted(part) if number is None else f"(<[{number}]> | {quoted(part)})"
-
-    def token(self, text: str) -> str:
-        """The token whose text is `text`, in Lark; empty if there is none."""
-        number = self._added.get(text)
-        return "" if number is None else f"<[{number}]>"

@@ -18,7 +18,7 @@ _START, _CHANNEL, _MESSAGE, _END, _CALL, _RETURN = HARMONY
 _ADDRESS: Final = re.compile(r"\bto=(functions\.)?([^\s<]+)")
 """The tool that a header names; models forget the namespace."""
 
-_ENFORCED: Final = ("Harmony", "DeepSeek", "json_tools", "qwen3_coder", "glm47")
+_ENFORCED: Final = ("Harmony", "DeepSeek", "json_tools")
 _TURN_ENDS: Final = (
     *(_END, "<|END_OF_TURN_TOKEN|>", "<|user_end|>", "<|assistant|>", "<｜Assistant｜>"),  # noqa: RUF001
     *("[/SYSTEM_PROMPT]", "[/AVAILABLE_TOOLS]", "[/INST]", "[/TOOL_RESULTS]"),

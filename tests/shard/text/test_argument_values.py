@@ -1,4 +1,4 @@
-"""Arguments of tagged calls: their grammar, and the reader of what it lets through."""
+"""Arguments of calls: the reader of tagged ones, and the grammar of required ones."""
 
 import json
 import random
@@ -47,17 +47,9 @@ def arguments(codec: TextCodec, text: str, declared: Schema) -> Schema:
 
 def grammar(codec: TextCodec, declared: Schema) -> TokenGrammar:
     lark = codec.call_grammar('{"names": null, "parallel": false}', [declared])
-    codec.grammars.check(GrammarSpec("lark", lark, "tool_choice"))
-    return codec.grammars.compile(GrammarSpec("lark", lark, "tool_choice"), Gate())
-
-
-def is_let_through(family: str, text: str, declared: Schema) -> bool:
-    codec = codec_of(family)
-    compiled = grammar(codec, declared)
-    compiled.take(codec.encode_text(spelled(family, text)))
-    (mask,) = compiled.masks([])
-    end = min(codec.end_tokens)
-    return not compiled.failed and mask is not None and bool(mask[end // 8] >> end % 8 & 1)
+    spec = GrammarSpec("calls", lark, "tool_choice")
+    codec.grammars.check(spec)
+    return codec.grammars.compile(spec, Gate())
 
 
 def optional(schema: Schema) -> Schema:
@@ -105,11 +97,10 @@ READ: list[tuple[Schema, Schema, str, Any]] = [
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("schema", "definitions", "text", "value"), READ, ids=str)
-def test_a_value_that_is_let_through_is_read_as_its_schema_wants_it(
+def test_a_value_is_read_as_its_schema_wants_it(
     family: str, schema: Schema, definitions: Schema, text: str, value: Any
 ) -> None:
     declared = with_argument(schema, definitions)
-    assert is_let_through(family, text, declared)
     assert arguments(codec_of(family), spelled(family, text), declared) == {"a": value}
 
 
@@ -144,46 +135,6 @@ def test_json_keeps_its_kinds_where_the_schema_allows_them() -> None:
     text = '{"name": "f", "arguments": {"a": 5, "b": "5", "c": "5"}}'
     [call] = parse_calls("json_tools", text, [tool({"properties": members})]) or []
     assert json.loads(call.arguments) == {"a": "5", "b": 5, "c": "5"}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    ("schema", "good", "bad"),
-    [
-        ({"type": "string", "maxLength": 3}, "日本語", "four"),
-        ({"type": "string", "minLength": 2}, "ab", "a"),
-        ({"type": "string", "maxLength": 2500}, "a" * 2500, "a" * 2501),
-        ({"type": "string", "pattern": "^[a-z]+-\\d$"}, "ab-1", "ab-1\n"),
-        ({"type": "string", "pattern": "a|b$"}, "xb", "bx"),
-        ({"type": "string", "pattern": "^[0-9]+\\$"}, "5$", "5"),
-        ({"type": "string", "format": "date"}, "2024-02-29", "2023-02-29"),
-        ({"type": "string", "format": "email"}, "a.b@c.de", "a.b"),
-        ({"type": "string", "format": "ipv6"}, "fe80::1", "fe80::1::2"),
-        (
-            optional({"type": "string", "format": "uuid"}),
-            "0" * 8 + "-0000" * 3 + "-" + "0" * 12,
-            "x",
-        ),
-        ({"type": "string", "const": "x"}, "x", "y"),
-        ({"allOf": [{"type": "string", "minLength": 2}, {"maxLength": 3}]}, "abc", "abcd"),
-        ({"anyOf": [{"type": "string", "maxLength": 2}, {"minLength": 4}]}, "abcd", "abc"),
-    ],
-    ids=str,
-)
-def test_bounds_of_strings_hold(family: str, schema: Schema, good: str, bad: str) -> None:
-    declared = with_argument(schema)
-    assert is_let_through(family, good, declared)
-    assert not is_let_through(family, bad, declared)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_string_contains_neither_what_closes_it_nor_what_ends_its_call(family: str) -> None:
-    closing = "</arg_value>" if family == "glm" else "</parameter>"
-    for schema in ({"type": "string"}, {"type": "string", "maxLength": 99}):
-        declared = with_argument(schema)
-        for word in (closing, "</tool_call>"):
-            assert not is_let_through(family, f"a{word}b", declared)
-            assert is_let_through(family, f"a{word[:-1]}b", declared)
 
 
 def test_a_parameter_tag_within_a_text_does_not_cut_it() -> None:
@@ -230,10 +181,8 @@ def drawn(codec: TextCodec, declared: Schema, seed: int) -> str:
     return codec.decode(ids[:-1])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_whatever_is_let_through_is_one_of_pydantics_models(family: str) -> None:
-    declared = tool(Order.model_json_schema())
-    codec = codec_of(family)
+def test_whatever_is_let_through_is_one_of_pydantics_models() -> None:
+    declared, codec = tool(Order.model_json_schema()), codec_of("qwen")
     for seed in seeds(4, 100):
         _ = Order.model_validate(arguments(codec, drawn(codec, declared, seed), declared))
 
@@ -243,9 +192,8 @@ def formats() -> FormatChecker:
     return FormatChecker()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_whatever_is_let_through_is_read_as_a_value_that_its_schema_allows(family: str) -> None:
-    codec = codec_of(family)
+def test_whatever_is_let_through_is_read_as_a_value_that_its_schema_allows() -> None:
+    codec = codec_of("qwen")
     for seed in seeds(12, 500):
         parameters = random_arguments(seed)
         value = arguments(codec, drawn(codec, tool(parameters), seed), tool(parameters))
@@ -267,83 +215,33 @@ def nested(depth: int) -> Schema:
     return schema
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    ("schema", "definitions", "why"),
+    ("schema", "definitions"),
     [
-        ({"$ref": "#/$defs/x"}, {"x": {"$ref": "#/$defs/x"}}, "back to themselves"),
-        ({"$ref": "#/$defs/x"}, {"x": {"anyOf": [{"$ref": "#/$defs/x"}]}}, "back to themselves"),
-        ({"$ref": "#/$defs/d0"}, CHAIN, "deeper than"),
-        (nested(300), {}, "deeper than"),
-        ({"$ref": "#/$defs/y"}, {}, "names nothing"),
-        ({"$ref": "http://example.invalid/x"}, {}, "leaves the schema"),
-        ({"type": "string", "minLength": 5, "maxLength": 2}, {}, "above maxLength"),
-        ({"type": "string", "pattern": "(?!a)b"}, {}, "looks around"),
-        ({"allOf": [{"type": "string"}, {"type": "integer"}]}, {}, "no value"),
+        ({"$ref": "#/$defs/x"}, {"x": {"$ref": "#/$defs/x"}}),
+        ({"$ref": "#/$defs/x"}, {"x": {"anyOf": [{"$ref": "#/$defs/x"}]}}),
+        ({"$ref": "#/$defs/d0"}, CHAIN),
+        (nested(300), {}),
+        ({"$ref": "#/$defs/y"}, {}),
+        ({"$ref": "http://example.invalid/x"}, {}),
+        ({"type": "string", "minLength": 5, "maxLength": 2}, {}),
+        ({"type": "string", "pattern": "(?!a)b"}, {}),
+        ({"allOf": [{"type": "string"}, {"type": "integer"}]}, {}),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_schema_that_cannot_be_followed_is_refused_by_the_arguments_name(
-    family: str, schema: Schema, definitions: Schema, why: str
+def test_a_schema_that_cannot_be_followed_is_refused_and_its_argument_read(
+    schema: Schema, definitions: Schema
 ) -> None:
-    with pytest.raises(InvalidRequest, match=why) as caught:
-        _ = codec_of(family).call_grammar(
-            '{"names": null, "parallel": true}', [with_argument(schema, definitions)]
-        )
+    declared = with_argument(schema, definitions)
+    with pytest.raises(InvalidRequest, match="'f'") as caught:
+        _ = grammar(codec_of("qwen"), declared)
     assert caught.value.param == "tools"
-    assert "'f'" in caught.value.message and "'a'" in caught.value.message
-    text = spelled(family, "x")
-    assert arguments(codec_of(family), text, with_argument(schema, definitions)) == {"a": "x"}
+    for family in FAMILIES:
+        assert arguments(codec_of(family), spelled(family, "x"), declared) == {"a": "x"}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_references_that_double_each_time_cost_what_they_say_once(family: str) -> None:
-    declared = with_argument({"$ref": "#/$defs/d0"}, DOUBLED)
-    assert is_let_through(family, "abc", declared)
-    assert not is_let_through(family, "abcd", declared)
-
-
-def test_arguments_by_reference_and_in_alternatives_are_those_of_the_call() -> None:
-    either = [{"required": ["a"]}, {"required": ["b"]}]
-    members = {"a": {"type": "integer"}, "b": {"type": "integer"}}
-    declared = tool(
-        {"$ref": "#/$defs/Args", "$defs": {"Args": {"properties": members, "anyOf": either}}}
-    )
-    codec = codec_of("qwen")
-    head, tail = "<tool_call>\n<function=f>\n", "</function>\n</tool_call>"
-    for names, good in (("", False), ("a", True), ("b", True), ("ab", True), ("c", False)):
-        values = [f"<parameter={name}>\n5\n</parameter>\n" for name in names]
-        compiled = grammar(codec, declared)
-        compiled.take(codec.encode_text("".join([head, *values, tail])))
-        assert (not compiled.failed) == good, names
-    many = {"allOf": [{"anyOf": either}] * 12, "properties": members}
-    with pytest.raises(InvalidRequest, match="alternatives") as caught:
-        _ = codec.call_grammar('{"names": null, "parallel": true}', [tool(many)])
-    assert caught.value.param == "tools"
-
-
-def test_tools_whose_grammar_would_grow_without_end_are_refused_by_name() -> None:
-    """Each argument would carry all that it refers to."""
-    shared = {"type": "object", "properties": {f"p{n}": {"title": "x" * 90} for n in range(900)}}
-    many = {f"a{n}": {"$ref": "#/$defs/s"} for n in range(2000)}
-    long = {f"{'a' * 500}{n}": {"type": "string"} for n in range(1000)}
-    for parameters in (
-        {"properties": many, "$defs": {"s": shared}},
-        {"properties": long},
-        {"anyOf": [{"required": [f"a{n}"]} for n in range(9000)]},
-    ):
-        with pytest.raises(InvalidRequest, match="'f' cannot be enforced") as caught:
-            _ = codec_of("qwen").call_grammar(
-                '{"names": null, "parallel": true}', [tool(parameters)]
-            )
-        assert caught.value.param == "tools"
-
-
-def test_arguments_that_share_a_schema_share_its_rules() -> None:
-    free_or_short = {"anyOf": [{"$ref": "#/$defs/s"}, {"type": "string"}]}
-    members = {name: free_or_short for name in "abc"} | {"d": {"$ref": "#/$defs/s"}}
-    definitions = {"s": {"type": "string", "maxLength": 3}}
-    declared = tool({"properties": members, "$defs": definitions})
-    lark = codec_of("qwen").call_grammar('{"names": null, "parallel": true}', [declared])
-    assert not grammar(codec_of("qwen"), declared).failed
-    assert lark.count("TEXT_0:") == 1 and lark.count("text_1 ") + lark.count("text_1)") == 3
+def test_references_that_double_each_time_cost_what_they_say_once() -> None:
+    compiled = grammar(codec_of("qwen"), with_argument({"$ref": "#/$defs/d0"}, DOUBLED))
+    compiled.take(codec_of("qwen").encode_text('{"name": "f", "arguments": {"a": "abc"}}'))
+    assert not compiled.failed

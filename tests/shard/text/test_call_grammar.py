@@ -45,27 +45,10 @@ def tool(name: str, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 TOOLS = [tool("weather", PARAMETERS), tool("now")]
-CALLS = {
-    "json_tools": """<tool_call>
+HERMES = """<tool_call>
 {"name": "weather", "arguments": {"city": "Ulm", "days": 3, "opts": {"dry": true}}}
-</tool_call>""",
-    "qwen3_coder": """<tool_call>
-<function=weather>
-<parameter=city>
-Ulm
-</parameter>
-<parameter=days>
-3
-</parameter>
-<parameter=opts>
-{"dry": true}
-</parameter>
-</function>
-</tool_call>""",
-    "glm47": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Ulm</arg_value>\n"
-    "<arg_key>days</arg_key><arg_value>3</arg_value>"
-    '<arg_key>opts</arg_key><arg_value>{"dry": true}</arg_value></tool_call>',
-}
+</tool_call>"""
+KINDS = ("json_tools", "qwen3_coder", "glm47")
 
 
 def tokenizer(kind: str, *vocabulary: str) -> Any:
@@ -114,9 +97,8 @@ def behind(
     return "ends" if mask[end // 8] >> end % 8 & 1 else "goes on"
 
 
-@pytest.mark.parametrize("kind", CALLS)
-def test_a_call_in_the_models_own_format_is_let_through_and_read(kind: str) -> None:
-    text = CALLS[kind]
+def test_a_call_in_the_models_own_format_is_let_through_and_read() -> None:
+    kind, text = "json_tools", HERMES
     assert after(kind, text) == "ends"
     assert after(kind, f"{text}\n{text}") == "ends"
     assert after(kind, text[:-1]) == "goes on"
@@ -126,9 +108,8 @@ def test_a_call_in_the_models_own_format_is_let_through_and_read(kind: str) -> N
     assert json.loads(call_read.arguments) == {"city": "Ulm", "days": 3, "opts": {"dry": True}}
 
 
-@pytest.mark.parametrize("kind", CALLS)
-def test_anything_else_is_not(kind: str) -> None:
-    text = CALLS[kind]
+def test_anything_else_is_not() -> None:
+    kind, text = "json_tools", HERMES
     assert after(kind, "") == "goes on"
     assert after(kind, "It is") == "never"
     assert after(kind, text.replace("weather", "wether")) == "never"
@@ -154,8 +135,8 @@ def test_deepseeks_v3_writes_a_fence_and_its_calls_one_after_the_other() -> None
     assert first_call == again and json.loads(first_call.arguments) == {"city": "Ulm", "days": 3}
 
 
-@pytest.mark.parametrize("kind", ["", "pythonic", "kimi_k2"])
-def test_a_model_without_a_format_of_its_own_writes_one_call_as_json(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["", "pythonic", "kimi_k2", "qwen3_coder", "glm47"])
+def test_a_model_whose_own_calls_are_no_json_writes_one_as_json(kind: str) -> None:
     unknown = tokenizer(kind)
     call = '{"name": "weather", "arguments": {"city": "Ulm", "days": 3}}'
     assert behind(unknown, call) == "ends"
@@ -206,7 +187,7 @@ def test_a_name_that_is_not_declared_is_refused() -> None:
 
 def test_names_that_look_like_grammar_are_text() -> None:
     wild = {"properties": {'a"\\n|b': {"type": "string"}, "<x>": {"enum": ['"', "\\"]}}}
-    for markers in [*((kind,) for kind in CALLS), ("", *HARMONY), ("", *DEEPSEEK)]:
+    for markers in [*((kind,) for kind in KINDS), ("", *HARMONY), ("", *DEEPSEEK)]:
         lark = call_grammar(
             tokenizer(*markers), '{"names": null, "parallel": true}', [tool('f"g', wild)]
         )
@@ -215,7 +196,7 @@ def test_names_that_look_like_grammar_are_text() -> None:
 
 FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"type": "string", "pattern": "("}, "unclosed group"),
-    ({"type": "string", "pattern": "^(?!(a+)+)b"}, "'(a+)+', which is not simple"),
+    ({"type": "string", "pattern": "^(?!(a+)+)b"}, "looks around with '(?!'"),
     ({"type": "array", "contains": {}}, 'Unimplemented keys: ["contains"]'),
     ({"type": "array", "items": {"type": "string", "pattern": "["}}, "unclosed character class"),
     ({"type": "object", "propertyNames": {"not": {}}}, "'propertyNames' with not"),
@@ -223,7 +204,7 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["json_tools", "qwen3_coder", "glm47", "plain"])
+@pytest.mark.parametrize("kind", ["json_tools", "plain"])
 @pytest.mark.parametrize(("schema", "reason"), FAULTS, ids=[case[1] for case in FAULTS])
 @pytest.mark.parametrize("name", ["size", "odd\nname // %json {"])
 def test_what_cannot_be_enforced_names_tool_and_argument_and_shows_no_grammar(
