@@ -7,7 +7,6 @@ import pytest
 from browser import Visit, answers, send, wait_for_answer
 from fakes import FINISHED, hangs, says
 from http_node import Node
-from page_cluster import Cluster
 from playwright.sync_api import Page, expect
 
 from exo_node.node.chat.requests import Finished, ReasoningDelta, Started, TextDelta
@@ -237,16 +236,6 @@ def test_what_is_no_text_or_too_long_is_named(
     attach(page, name, data)
     expect(page.get_by_role("alert")).to_have_text(why)
     expect(page.locator(".composer .files li")).to_have_count(0)
-
-
-def test_an_image_for_a_model_that_reads_none_is_refused_before_it_is_sent(
-    view: Visit, cluster: Cluster
-) -> None:
-    cluster.models[1]["capabilities"] = ["tools"]
-    page = view.go()
-    expect(page.get_by_label("Message")).to_be_enabled()
-    attach(page, "a.png", b"x", "image/png")
-    expect(page.get_by_role("alert")).to_have_text("demo reads no images.")
 
 
 def test_keys_begin_a_chat_search_and_copy_the_last_answer(view: Visit) -> None:

@@ -170,23 +170,6 @@ def test_unloading_a_model_ends_all_of_its_copies(view: Visit, cluster: Cluster)
     view.until(lambda: cluster.placements == [])
 
 
-def test_a_page_with_one_copy_and_no_answers_sends_no_requests(
-    view: Visit, cluster: Cluster
-) -> None:
-    cluster.placements = [copy(1, answers=1)]
-    page = view.go("#/cluster")
-    line = page.locator(".layout > .line")
-    expect(line).to_have_text("demoready1 answer16 layers")
-    cluster.placements = [copy(1)]
-    expect(line).to_have_text("demoready16 layers")
-    page.clock.install()
-    page.reload()
-    expect(line).to_have_text("demoready16 layers")
-    before = view.count_requests("/v1/placements")
-    page.clock.run_for(20_000)
-    assert view.count_requests("/v1/placements") == before
-
-
 CACHED = "8,012 of 8,100 prompt tokens from"
 
 

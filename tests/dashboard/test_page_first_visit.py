@@ -1,6 +1,5 @@
 """The page of a fresh node, of a visitor without rights, and on a phone."""
 
-import re
 from typing import Any
 
 import pytest
@@ -65,24 +64,6 @@ def test_a_newcomer_learns_that_demo_is_a_toy_and_which_model_fits(
     page.get_by_role("button", name="Tell me a story.").click()
     wait_for_answer(view)
     assert node.chat.requests[-1].messages == ({"role": "user", "content": "Tell me a story."},)
-
-
-def test_an_offline_node_offers_no_download_and_says_why(view: Visit, catalogue: Cluster) -> None:
-    catalogue.identity = {"offline": "EXO_OFFLINE"}
-    reason = "This node is offline (EXO_OFFLINE)"
-    page = view.go("#/models")
-    page.get_by_text("Others that exo-node knows").click()
-    downloads = page.get_by_role("main").get_by_role("button", name="Download")
-    expect(downloads).to_have_count(5)
-    for button in downloads.all():
-        expect(button).to_be_disabled()
-        expect(button).to_have_accessible_description(re.compile(re.escape(reason)))
-    assert view.violations() == []
-    view.shot("offline")
-    page.get_by_role("navigation").get_by_role("link", name="Chat").click()
-    welcome = page.locator(".welcome")
-    expect(welcome).to_contain_text(f"{reason}, and downloads nothing")
-    expect(welcome.get_by_label("Command")).to_have_count(0)
 
 
 def test_a_real_model_is_chosen_before_the_toy_and_nothing_is_proposed(
@@ -177,23 +158,4 @@ def test_a_long_paste_is_folded(view: Visit, node: Node) -> None:
     expect(question).to_contain_text("word end")
     page.get_by_role("button", name="Show less").click()
     assert len(question.inner_text()) < 2000
-    assert view.violations() == []
-
-
-def test_insight_draws_charts_from_the_first_request_on_and_the_table_before_them(
-    view: Visit, node: Node
-) -> None:
-    page = view.go("#/insight")
-    expect(page.get_by_text("Charts are drawn here from the first request on.")).to_be_visible()
-    assert page.locator(".chart").count() == 0
-
-    async def metrics() -> tuple[bytes, str]:
-        return b"vllm:generation_tokens_total 5\nvllm:request_success_total 1\n", "text/plain"
-
-    node.operations.metrics = metrics  # type: ignore[method-assign]
-    node.operations.mtp_stats_body = {"models": {"demo": {"requests": 1, "completion_tokens": 5}}}
-    expect(page.locator(".chart")).to_have_count(9)
-    table = page.get_by_role("region", name="Totals by model")
-    expect(table).to_contain_text("demo")
-    assert box(table)["y"] < box(page.locator(".charts"))["y"]
     assert view.violations() == []

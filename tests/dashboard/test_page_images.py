@@ -164,19 +164,6 @@ def test_a_model_that_reads_no_images_says_so(view: Visit, node: Node) -> None:
     expect(page.get_by_text("messages[")).to_have_count(0)
 
 
-def test_the_button_says_beforehand_that_a_model_reads_no_images(
-    view: Visit, cluster: Cluster
-) -> None:
-    cluster.models = [model("demo", loaded=True, nodes=1, capabilities=["tools"])]
-    page = view.go("")
-    expect(page.get_by_role("button", name="Attach")).to_have_accessible_description(
-        "demo reads no images. Text files go with a message."
-    )
-    choose(page, ("one.png", png(40, 20)))
-    expect(page.get_by_role("alert")).to_have_text("demo reads no images.")
-    assert view.violations() == []
-
-
 @pytest.mark.parametrize("window", [DESK, PHONE], ids=["desk", "phone"])
 def test_the_page_with_images_has_no_violations_at_any_width(
     browser: Browser, node: Node, window: dict[str, Any]

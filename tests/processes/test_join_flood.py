@@ -5,9 +5,7 @@ import contextlib
 import random
 import socket
 import struct
-import threading
-from collections.abc import Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,22 +16,16 @@ from nodes import Node, eventually, free_ports, node
 from test_join_nodes import (
     QUIET,
     WITHIN_S,
-    alive,
     approve,
     asks_at,
     cluster,
-    digits,
-    exo_node,
     joining,
     together,
-    waiting,
 )
 
-from exo_node.node.join.handshake import spaced
 from exo_node.node.join.port import MAX_CONNECTIONS
 from exo_node.node.join.wire import FRAME_BYTES, ask_for_hint
 from exo_node.node.machine.timing import LOCAL
-from exo_node.placement.errors import ExoNodeError
 from exo_node.proto import peer_pb2 as pb
 
 HALF_OPEN = 300
@@ -166,76 +158,3 @@ def test_an_honest_node_joins_during_and_after_a_flood(
         approval = approve(member, new)
         assert approval.returncode == 0, approval.stderr
         eventually(lambda: together([member, new]), WITHIN_S)
-
-
-@contextlib.contextmanager
-def beside(port: int, name: str) -> Generator[Impostor]:
-    """An impostor of that name that asks at the member until the block ends, again after each
-    refusal, and opens commitments that are none when a person types digits for it."""
-    impostor = Impostor(fresh=True, name=name)
-    asked = threading.Event()
-
-    async def ask_once() -> None:
-        async with impostor.calling(f"127.0.0.1:{port}") as (line, *_):
-            await line.send(pb.JoinFrame(ask=pb.JoinAsk()))
-            _ = await line.next(WITHIN_S)
-            asked.set()
-            async with line.keep_alive():
-                _ = await line.receive("begin", person=True)
-            await line.send(pb.JoinFrame(commitment=bytes(32)))
-            _ = await line.receive("commitment")
-            await line.send(pb.JoinFrame(opened=bytes(32)))
-            _ = await line.next(WITHIN_S)
-
-    async def ask_on() -> None:
-        while True:
-            with contextlib.suppress(ExoNodeError):
-                await ask_once()
-
-    with ThreadPoolExecutor(1) as pool, asyncio.Runner() as runner:
-        loop = runner.get_loop()
-        asking = loop.create_task(ask_on())
-        ended = pool.submit(runner.run, asyncio.wait([asking]))
-        try:
-            assert asked.wait(WITHIN_S)
-            yield impostor
-        finally:
-            _ = loop.call_soon_threadsafe(asking.cancel)
-            _ = ended.result(WITHIN_S)
-
-
-def test_an_impostor_of_its_name_beside_it_does_not_keep_a_new_node_out(tmp_path: Path) -> None:
-    """The person sees two of one name, takes the wrong one first, and then the one whose id the
-    new node's screen shows."""
-    [grpc] = free_ports(1)
-    with node(tmp_path / "studio", QUIET, "--grpc-port", str(grpc)) as old:
-        hint = asyncio.run(ask_for_hint(f"127.0.0.1:{old.itself()['port']}", LOCAL))
-        assert hint is not None
-        peer = ("--peer", f"127.0.0.1:{old.itself()['port']}")
-        with node(tmp_path / "mini", QUIET, *peer) as new, beside(hint.join_port, "mini") as other:
-            mine = cluster(new)["self"]
-            both = {mine, other.identity.node}
-            eventually(lambda: asks_at(new, old), WITHIN_S)
-            eventually(lambda: {r["node"] for r in waiting(old)} == both, WITHIN_S)
-            code = digits(new)
-            assert code is not None and {r["name"] for r in waiting(old)} == {"mini"}
-            screen = exo_node(new, "nodes").stdout
-            assert spaced(code) in screen and f"this one's id is {mine}" in screen
-
-            for words in ((code,), (code, "mini")):
-                asked = exo_node(old, "approve", *words)
-                assert asked.returncode == 1 and all(each in asked.stderr for each in both)
-            assert digits(new) == code, "nothing was tried"
-
-            mistaken = exo_node(old, "approve", code, other.identity.node[:8])
-            assert mistaken.returncode == 1 and "did not match" in mistaken.stderr
-            assert digits(new) == code, "it had no attempt"
-            eventually(lambda: {r["node"] for r in waiting(old)} == both, WITHIN_S)
-
-            used = exo_node(old, "approve", code, mine[:8])
-            assert used.returncode == 1 and "shows new ones now" in used.stderr
-            eventually(lambda: digits(new) not in (None, code) and asks_at(new, old), WITHIN_S)
-            right = exo_node(old, "approve", digits(new) or "", mine[:8])
-            assert right.returncode == 0, right.stderr
-            eventually(lambda: together([old, new]), WITHIN_S)
-            assert alive(old) == 2 and other.identity.node not in str(cluster(old))

@@ -8,7 +8,6 @@ is executed; without them their tests are skipped.
 # pyright: reportUnknownParameterType=false
 
 import importlib.util
-import json
 import os
 import signal
 import zipfile
@@ -49,19 +48,6 @@ COPY: Final = (
 LONG: Final = "Repeat this list: " + ", ".join(f"item {n}" for n in range(120)) + "."
 PUBLISHED: Final = {"temperature": 0.8, "top_p": 0.95, "top_k": 40.0, "min_p": 0.05}
 """The sampling of llama.cpp, as in the imported folder; the file names none."""
-WEATHER: Final[Any] = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather in a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}, "unit": {"enum": ["C", "F"]}},
-            "required": ["city", "unit"],
-            "additionalProperties": False,
-        },
-    },
-}
 
 
 EMBEDDINGS: Final = {
@@ -239,34 +225,6 @@ def test_a_conversation_in_two_languages_whole_and_streamed(served: Node) -> Non
             )
             text = second.choices[0].message.content
             assert text and "<|" not in text
-
-
-def test_a_required_call_fits_its_schema(served: Node) -> None:
-    reply = served.chat(
-        "What is the weather in Rome, in celsius?",
-        model=NAME, tools=[WEATHER], tool_choice="required", max_tokens=80,
-    )  # fmt: skip
-    choice = reply["choices"][0]
-    call = choice["message"]["tool_calls"][0]["function"]
-    arguments = json.loads(call["arguments"])
-    assert (choice["finish_reason"], call["name"]) == ("tool_calls", "get_weather")
-    assert set(arguments) == {"city", "unit"} and arguments["unit"] in ("C", "F")
-    assert "Rome" in arguments["city"]
-
-
-def test_an_integer_without_bounds_ends_and_the_document_is_whole(served: Node) -> None:
-    properties = {"city": {"type": "string"}, "population": {"type": "integer"}}
-    schema = {"type": "object", "properties": properties, "required": list(properties)}
-    reply = served.chat(
-        "How many people live in Paris? Answer in JSON.",
-        model=NAME, max_tokens=120,
-        response_format={"type": "json_schema", "json_schema": {"name": "f", "schema": schema}},
-    )  # fmt: skip
-    choice = reply["choices"][0]
-    assert choice["finish_reason"] == "stop", choice
-    document = json.loads(choice["message"]["content"])
-    assert set(document) == set(properties)
-    assert type(document["population"]) is int and len(str(abs(document["population"]))) <= 19
 
 
 def cut(door: Node, holder: Node, prompt: str) -> list[int] | None:

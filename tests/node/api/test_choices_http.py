@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fakes import FINISHED, STATS, Script, hangs, says
 from http_node import ASK, PATIENCE_S, Node, raw_chat
-from openai import APIError, InternalServerError
+from openai import APIError
 
 from exo_node.node.api.shared.choices import merged
 from exo_node.node.chat.requests import (
@@ -146,16 +146,6 @@ def test_one_choice_that_fails_fails_the_request_and_ends_the_others(
         _ = list(openai.chat.completions.create(model="demo", messages=ASK, n=3, stream=stream))
     assert node.chat.closed.wait(PATIENCE_S) and len(node.chat.streams) == 3
     assert node.chat.open == 0
-
-
-def test_a_choice_that_fails_late_ends_a_whole_answer_with_its_status(
-    node: Node, openai: Any
-) -> None:
-    done = says(Started((1,)), TextDelta("a", (1,)), FINISHED)
-    node.chat.scripts["demo"] = by_choice(done, says(Started((1,)), then=PeerLost("gone")))
-    with pytest.raises(InternalServerError) as caught:
-        openai.completions.create(model="demo", prompt="a", n=2)
-    assert caught.value.status_code == 503 and "gone" in caught.value.message
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fakes import ANSWER, FINISHED, STATS, hangs, repeats, says
-from http_node import ASK, PATIENCE_S, Node, Reply, raw_chat, serving_fakes
+from http_node import ASK, PATIENCE_S, Node, Reply, raw_chat
 from openai import APIError, BadRequestError, NotFoundError, RateLimitError
 
 from exo_node.mtp.types import Sampling
@@ -398,14 +398,6 @@ def test_a_defect_within_a_stream_ends_it_and_tells_nothing(node: Node) -> None:
     assert b"[DONE]" not in reply.body
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_a_defect_before_the_first_event_is_a_500(node: Node, stream: bool) -> None:
-    node.chat.scripts["broken"] = says(then=RuntimeError("the secret"))
-    reply = node.chat_reply(model="broken", stream=stream)
-    assert (reply.status, reply.error["code"]) == (500, "internal_error")
-    assert b"secret" not in reply.body
-
-
 @pytest.mark.parametrize("events", [(), ANSWER[:-1]], ids=["nothing", "no end"])
 def test_an_answer_without_an_end_is_an_error_not_a_success(
     node: Node, events: tuple[Any, ...]
@@ -424,26 +416,8 @@ def test_loading_is_told_as_a_comment_of_one_line(node: Node) -> None:
     assert node.chat_reply(model="loaded").status == 200
 
 
-def test_silence_is_broken_by_data_also_before_the_first_event() -> None:
-    for events in ((), (Started((1,)),)):
-        with serving_fakes(keep_alive_s=0.02) as node:
-            node.chat.scripts["silent"] = hangs(*events)
-            with node.raw(addressed(node, model="silent", stream=True)) as connection:
-                assert received_until(connection, b'"delta":{}').startswith(b"HTTP/1.1 200")
-            assert node.chat.closed.wait(PATIENCE_S)
-
-
 def addressed(node: Node, **fields: object) -> bytes:
     return raw_chat(**fields).replace(b"{port}", str(node.port).encode())
-
-
-def received_until(connection: Any, end: bytes) -> bytes:
-    received = b""
-    while end not in received:
-        piece = connection.recv(4096)
-        assert piece, received
-        received += piece
-    return received
 
 
 @pytest.mark.parametrize(
@@ -466,15 +440,6 @@ def test_a_finished_answer_closes_its_events(node: Node) -> None:
         node.chat.closed.clear()
         assert b"after the end" not in node.chat_reply(model="more", stream=stream).body
         assert node.chat.closed.wait(PATIENCE_S)
-
-
-def test_openais_client_reads_an_answer_and_sends_it_back(openai: Any) -> None:
-    create = openai.chat.completions.create
-    answer = create(model="demo", messages=ASK)
-    assert answer.choices[0].message.content == "héllo"
-    assert answer.usage.completion_tokens_details.accepted_prediction_tokens == 1
-    assert answer.generation_stats["drafter_kind"] == "native_mtp"
-    assert create(model="demo", messages=[*ASK, answer.choices[0].message, *ASK]).id
 
 
 def test_openais_client_raises_its_own_errors(node: Node, openai: Any) -> None:

@@ -138,12 +138,6 @@ def test_fields_of_a_newer_modernbert_mean_the_same(tmp_path: Path) -> None:
     assert worst(embedded(engine, inputs("modernbert")), "modernbert") < NEAR
 
 
-def test_a_roberta_is_an_xlm_roberta(tmp_path: Path) -> None:
-    folder = copied(tmp_path / "roberta", encoder("xlm_roberta"), model_type="roberta")
-    engine = encoder_engine("xlm_roberta", folder)
-    assert worst(embedded(engine, inputs("xlm_roberta")), "xlm_roberta") < NEAR
-
-
 def test_the_layers_of_an_encoder_are_timed(family: str) -> None:
     """By its class, whose masks are arrays."""
     pooling = "mean" if family == "bert" else "cls"
@@ -152,19 +146,6 @@ def test_the_layers_of_an_encoder_are_timed(family: str) -> None:
     stage, ticks = StageModel(model, 0, layers), count()
     times = probe_layers(stage, SIZE, mx.float32, lambda: next(ticks) / 100, drafts=0, tail=True)
     assert min(times.decode_s, times.prefill_s, times.tail_s) > 0
-
-
-def test_an_encoder_may_pool_its_last_token(tmp_path: Path) -> None:
-    folder = copied(tmp_path / "last", encoder("bert"))
-    _ = (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "lasttoken"}')
-    ids = inputs("bert")[0]
-    vector = embedded(encoder_engine("bert", folder, pooling="last"), {0: ids})[0]
-    states = module.encoder_states(open_model.open_model(folder, pooling="last"))
-    assert states is not None
-    row = states(mx.array([ids]))[0, -1].astype(mx.float32)
-    unit = [float(x) for x in row / mx.linalg.norm(row)]
-    # Weights as they are stored, in bfloat16.
-    assert difference(vector, unit) < 0.02
 
 
 def test_a_quantised_encoder_embeds_nearly_the_same(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import functools
 import json
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -23,7 +22,6 @@ from small import LAYERS, small_engine, small_spec
 from exo_node.mtp.drafting.acceptance import Acceptance
 from exo_node.mtp.drafting.lookup import NO_MATCH, Match, SuffixIndex
 from exo_node.mtp.types import Round, Sampling
-from exo_node.shard.engine.answers.draft_profile import DraftProfile, DraftProfileKey
 from exo_node.shard.engine.answers.lookup_control import NOT_EXACT_TOGETHER, STATE_LENGTHS
 from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.batch import Batch
@@ -292,33 +290,6 @@ def test_where_kernels_keep_states(length: int, ahead: bool) -> None:
     assert copies and bool(shared) == (length == 3)
     assert {r.forward.rows for r in copies} == {length + 1}
     assert length > 3 or {r.accepted for r in shared} > {0, 3}
-
-
-PROFILE = DraftProfileKey("chip", "f" * 64, "float32", "0", 0)
-
-
-def test_widths_of_batches_are_measured_once(tmp_path: Path) -> None:
-    profile = DraftProfile.open(str(tmp_path), PROFILE, Clock())
-    served = small_engine(prompt_lookup=True, context_length=512)
-    served.measurements.profile = profile
-    served.measurements.measure()
-    measured = profile.shared_copies
-    assert measured is not None and measured.exact == measured.lengths == (3, 7, 15)
-    assert {cell[:2] for cell in measured.ratios} == {
-        (3, 3),
-        (16, 3),
-        (3, 7),
-        (8, 7),
-        (3, 15),
-        (4, 15),
-    }
-    assert served.lookup.policy.shared_lengths and served.lookup.shared_reason == ""
-    profile.shared_copies = measured.model_copy(update={"exact": ()})
-    profile.save(at_once=True)
-    second = small_engine(prompt_lookup=True, context_length=512)
-    second.measurements.profile = DraftProfile.open(str(tmp_path), PROFILE, Clock())
-    second.measurements.measure()
-    assert not second.lookup.policy.shared_lengths
 
 
 def by_copied_batch(x: mx.array, rows: int) -> float:

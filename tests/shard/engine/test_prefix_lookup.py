@@ -58,16 +58,6 @@ def test_a_look_up_needs_the_salt_and_the_draft_state_that_its_request_needs() -
     assert look([], drafts=False) == CachedRows()
 
 
-def test_the_bytes_are_those_of_the_state() -> None:
-    prompt = [*turn(ROWS, 1), 8]
-    store = new_store()
-    cache = store.memory
-    _keep(cache, prompt, drafts=True)
-    assert PrefixLookup(store, Schedule(ROWS)).find(prompt, drafts=True) == CachedRows(
-        ROWS, "memory", cache.size
-    )
-
-
 def test_a_look_up_is_no_use_of_a_prefix() -> None:
     """Of two equal conversations the older one goes first, however often it is looked up."""
     prompts = [[*turn(ROWS, seed), 8] for seed in (1, 2)]

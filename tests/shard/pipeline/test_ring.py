@@ -240,18 +240,6 @@ async def test_what_the_generator_found_of_a_member_itself_stays_what_went_wrong
     assert (B in trip.faults) == is_lost
 
 
-async def test_a_block_of_which_each_member_failed_is_not_waited_for(ring: Ring) -> None:
-    trip = await send_block(ring, block(A, B, C))
-    for key in (C, A):
-        ring.fail(failure(key, StateLost("another one was refused")))
-        assert not trip.is_back
-    ring.fail(failure(B))
-    assert errors_of(trip) == {A: STATE, B: REFUSED, C: STATE}
-    assert trip.block is None
-    ring.answer(block(A, B, C))
-    assert trip.block is None
-
-
 async def test_who_failed_in_between_takes_no_other_rows_round_and_the_others_are_lost(
     ring: Ring, stream: Stream
 ) -> None:

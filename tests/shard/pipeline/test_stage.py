@@ -373,15 +373,6 @@ def test_the_last_stage_sends_back_the_rows_that_were_asked_for(model: StageMode
     assert quiet.forward(5, 1) == loud.forward(5, 1)
 
 
-def test_a_middle_stage_passes_every_row_on(model: StageModel) -> None:
-    middle = middle_of(model)
-    for position, reply in ((0, pb.REPLY_COMPUTED), (3, pb.REPLY_LAST), (6, pb.REPLY_ALL)):
-        entering = block(position, 3, reply=reply)
-        out = output_of(middle.worker.forward(entering))
-        assert len(out.data) == 3 * ROW and out.data != entering.data
-        assert replace(out, data=entering.data) == entering
-
-
 # --------------------------------------------------------------------------------- rounds
 
 
@@ -446,22 +437,6 @@ def test_whoever_shares_rounds_in_whatever_order_each_has_its_own_rows(model: St
     for name in rows_of:
         stage.worker.release((name, 1))
     assert (stage.worker.live_requests, stage.worker.cache_bytes()) == (0, 0)
-
-
-def test_a_request_continues_by_itself_after_a_round_that_was_shared(model: StageModel) -> None:
-    stage, plain = Stage(model), Stage(model)
-    for each in (stage, plain):
-        each.begin(r1=5, r2=2)
-    shared = stage.round(("r2", 2), ("r1", 5))
-    apart = [plain.round(("r2", 2))[0], plain.round(("r1", 5))[0]]
-    assert shared == apart
-    for each in (stage, plain):
-        _ = output_of(each.worker.forward(repeats("r1", 6, (4, 2))))
-    assert stage.forward(8, 3).data == plain.forward(8, 3).data
-    assert stage.round(("r1", 11), ("r2", 3)) == [
-        plain.round(("r1", 11))[0],
-        plain.round(("r2", 3))[0],
-    ]
 
 
 def test_layers_that_compute_no_batch_have_rounds_computed_one_request_at_a_time(
