@@ -106,9 +106,8 @@ class NodeOperations:
         options, refusal = body.options(view.nodes), self._facts.split_refusal(model)
         # Tenths of a second for many nodes: not on the event loop.
         choice = await asyncio.to_thread(preview, card, view, options, pipeline_refusal=refusal)
-        tensors = await asyncio.to_thread(self._facts.layout, model)
         transfers = [
-            estimate_transfers(card, placement.stages, view, tensors)
+            estimate_transfers(card, placement.stages, view)
             for placement in (choice.best, choice.runner_up)
             if placement is not None
         ]

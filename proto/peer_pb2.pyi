@@ -1069,10 +1069,13 @@ class ModelOffer(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     FROM_HUB_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
+    CARD_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     """as StageSpec.checkpoint_sha256"""
     from_hub: _builtins.bool
     """a repository of the hub, to which the card of its id belongs"""
+    card: _builtins.str
+    """JSON, as this node reads it"""
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___OfferedFile]: ...
     def __init__(
@@ -1081,10 +1084,11 @@ class ModelOffer(_message.Message):
         fingerprint: _builtins.str = ...,
         from_hub: _builtins.bool = ...,
         files: _abc.Iterable[Global___OfferedFile] | None = ...,
+        card: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "fingerprint", b"fingerprint", "from_hub", b"from_hub"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["card", b"card", "files", b"files", "fingerprint", b"fingerprint", "from_hub", b"from_hub"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1124,23 +1128,19 @@ class FileRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
-    LENGTH_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     path: _builtins.str
     start: _builtins.int
-    length: _builtins.int
-    """0: to the end"""
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
         path: _builtins.str = ...,
         start: _builtins.int = ...,
-        length: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["length", b"length", "model", b"model", "path", b"path", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "path", b"path", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1970,7 +1970,6 @@ class StageSpec(_message.Message):
     KERNELS_FIELD_NUMBER: _builtins.int
     PREFIX_DISK_BYTES_FIELD_NUMBER: _builtins.int
     PREFIX_FOLDER_FIELD_NUMBER: _builtins.int
-    PARTIAL_FIELD_NUMBER: _builtins.int
     DTYPE_REASON_FIELD_NUMBER: _builtins.int
     PROMPT_LOOKUP_FIELD_NUMBER: _builtins.int
     LOOKUP_OFF_REASON_FIELD_NUMBER: _builtins.int
@@ -2038,8 +2037,6 @@ class StageSpec(_message.Message):
     """for prompts that were read, on disk; 0: none. As `path`"""
     prefix_folder: _builtins.str
     """where those are. As `path`"""
-    partial: _builtins.bool
-    """of the other stages' weight files `path` has headers only. As `path`"""
     dtype_reason: _builtins.str
     """why `dtype`, for the final stats"""
     prompt_lookup: _builtins.bool
@@ -2098,7 +2095,6 @@ class StageSpec(_message.Message):
         kernels: _builtins.str = ...,
         prefix_disk_bytes: _builtins.int = ...,
         prefix_folder: _builtins.str = ...,
-        partial: _builtins.bool = ...,
         dtype_reason: _builtins.str = ...,
         prompt_lookup: _builtins.bool = ...,
         lookup_off_reason: _builtins.str = ...,
@@ -2109,7 +2105,7 @@ class StageSpec(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "end_layer", b"end_layer", "first_layer", b"first_layer", "hidden_size", b"hidden_size", "keeps_chunk", b"keeps_chunk", "kernels", b"kernels", "kv_bits", b"kv_bits", "kv_bits_reason", b"kv_bits_reason", "kv_bits_source", b"kv_bits_source", "kv_group_size", b"kv_group_size", "layer_bytes", b"layer_bytes", "lease_s", b"lease_s", "listen", b"listen", "lookup_off_reason", b"lookup_off_reason", "max_draft_tokens", b"max_draft_tokens", "measure_at_load", b"measure_at_load", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "partial", b"partial", "path", b"path", "placement", b"placement", "plan", b"plan", "pooling", b"pooling", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_folder", b"prefix_folder", "profile_folder", b"profile_folder", "prompt_lookup", b"prompt_lookup", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "end_layer", b"end_layer", "first_layer", b"first_layer", "hidden_size", b"hidden_size", "keeps_chunk", b"keeps_chunk", "kernels", b"kernels", "kv_bits", b"kv_bits", "kv_bits_reason", b"kv_bits_reason", "kv_bits_source", b"kv_bits_source", "kv_group_size", b"kv_group_size", "layer_bytes", b"layer_bytes", "lease_s", b"lease_s", "listen", b"listen", "lookup_off_reason", b"lookup_off_reason", "max_draft_tokens", b"max_draft_tokens", "measure_at_load", b"measure_at_load", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "path", b"path", "placement", b"placement", "plan", b"plan", "pooling", b"pooling", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_folder", b"prefix_folder", "profile_folder", b"profile_folder", "prompt_lookup", b"prompt_lookup", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -16,7 +16,6 @@ from ...placement.library import not_here
 from ...placement.pace import lent
 from ...placement.split_refusal import MAY_BE_SPLIT, SplitRefusal
 from ...proto import peer_pb2 as pb
-from ...shard.checkpoint.headers import Tensor
 from ..cluster.cluster import Cluster
 from ..cluster.desired import chosen_bits
 from ..cluster.member import MemberFacts
@@ -144,10 +143,6 @@ class NodeFactsSource:
             return
         if (await asyncio.to_thread(self._library.get, model)).folder is None:
             raise ModelNotFound(not_here(model), param="model")
-
-    def layout(self, model: ModelId) -> Sequence[Tensor] | None:
-        """A model's tensors, where its headers are on this disk. Blocks."""
-        return self._fetcher.layout(model)
 
     def mtp_switch(self, generator: NodeId) -> EnabledState:
         """The generator's variable wins; where it has none, this node's page or default holds."""

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...placement.cluster import layer_range
-from ...placement.errors import LoadFailed, PeerLost, PeerRefused, RemovalRefused
+from ...placement.errors import PeerLost, PeerRefused, RemovalRefused
 from ...placement.ids import ModelId, NodeId, PlacementId
 from ...proto import peer_pb2 as pb
-from ...shard.checkpoint.stage_files import NOT_COPIED
 from ..cluster.cluster import Cluster
 from ..links.measurements import Profiling
 from ..machine.settings import Settings
@@ -47,11 +46,7 @@ class LocalStages:
         """Fetches the model and starts its runner. Raises what these do."""
         self._loads[spec.model] += 1
         try:
-            return await self._load(spec, progress, whole=False)
-        except LoadFailed as fault:
-            if fault.param != NOT_COPIED:
-                raise
-            return await self._load(spec, progress, whole=True)
+            return await self._load(spec, progress)
         finally:
             self._loads[spec.model] -= 1
 
@@ -69,14 +64,13 @@ class LocalStages:
         async with self._fetcher.lock(model):
             await asyncio.to_thread(remove)
 
-    async def _load(self, spec: pb.StageSpec, progress: Progress, *, whole: bool) -> pb.LoadReady:
+    async def _load(self, spec: pb.StageSpec, progress: Progress) -> pb.LoadReady:
         def moved(step: str, news: FilesProgress) -> None:
             step_progress = pb.LoadProgress(step=step, done=news.done_bytes, total=news.total_bytes)
             progress(step_progress)
 
-        files = await self._fetcher.fetch(spec, moved, whole=whole)
+        files = await self._fetcher.fetch(spec, moved)
         own = on_this_machine(spec, files.folder, self._settings)
-        own.partial = files.partial
         own.profile_folder = str(self._settings.data_dir / "profiles")
         prefixes = prefix_root(self._settings.data_dir)
         own.prefix_folder = str(prefixes)

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Grows with each change of the messages of nodes or runners: both ends must have the same."""
 _MAX_LOGGED = 256
 

@@ -1,7 +1,7 @@
 """Models on this node's disk: where each is, how it arrives, and what peers may copy of it.
 
-copy_folder.py: the folder of a copy from a peer, whole or partial
-fetching.py: gets a stage's model from this disk, from peers or from the hub
+copy_folder.py: what a peer offers, and the folder of its copy
+fetching.py: gets a model from this disk, from peers or from the hub
 gguf_places.py: GGUF files on this disk, Ollama's and LM Studio's too, to be imported
 head_source.py: where an MTP head is taken from
 hub_cache.py: the Hugging Face cache: its snapshots, and their removal

@@ -1,29 +1,21 @@
-"""The folder of a model that is copied from a peer: files that are here, checked, and headers.
+"""The folder of a model that is copied from a peer: files that are here, checked.
 
 Blocks; raises OSError for the disk's own trouble.
 """
 
 import hashlib
 import os
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from ...placement.errors import DownloadFailed, InvalidCheckpoint
+from ...placement.card import ModelCard
+from ...placement.errors import DownloadFailed
+from ...placement.ids import ModelId
 from ...proto import peer_pb2 as pb
 from ...shard.checkpoint.checkpoint import is_weight_file
-from ...shard.checkpoint.files import write_atomic
-from ...shard.checkpoint.headers import (
-    MAX_HEADER_BYTES,
-    Tensor,
-    header_end,
-    parse_header,
-    read_header,
-)
-from ...shard.checkpoint.stage_files import HEADERS, files_of_stage
 from .identifiers import FilePath, Sha256
 from .model_folder import CopyOrigin, is_copied_file, read_origin, write_origin
 from .transfers import PARTIAL, PartialFile, RemoteFile
@@ -53,6 +45,17 @@ def checked_offer(offer: pb.ModelOffer, peer: str) -> Mapping[str, RemoteFile]:
     if Sha256.read(offer.fingerprint) is None:
         raise _refused(peer, f"the fingerprint {offer.fingerprint[:80]!r}")
     return MappingProxyType(files)
+
+
+def offered_card(offer: pb.ModelOffer, model: ModelId, peer: str) -> ModelCard:
+    """The card of a model that a peer offers. Raises DownloadFailed, naming the peer."""
+    try:
+        card = ModelCard.model_validate_json(offer.card)
+    except ValueError as fault:
+        raise _refused(peer, "no card of the model") from fault
+    if card.id != model or Sha256.read(offer.fingerprint) is None:
+        raise _refused(peer, f"a card of {card.id[:80]!r}, fingerprint {offer.fingerprint[:80]!r}")
+    return card
 
 
 class CopyFolder:
@@ -94,51 +97,8 @@ class CopyFolder:
     def partial(self, file: RemoteFile) -> PartialFile:
         return PartialFile(self.path / file.path, file.size)
 
-    def lacks_header(self, file: RemoteFile) -> bool:
-        return not self.has(file) and not (self.path / HEADERS / file.path).exists()
-
-    def put_header(self, file: RemoteFile, data: bytes) -> None:
-        """Keeps the length and header of a weight file. Raises InvalidCheckpoint."""
-        path = self.path / HEADERS / file.path
-        if header_end(path, data) != file.size:
-            raise InvalidCheckpoint(f"{file.path} has {file.size} bytes, and its header says else")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, data)
-
-    def tensors(self, files: Iterable[RemoteFile]) -> list[Tensor]:
-        """All tensors of the weight files by their headers. Raises InvalidCheckpoint."""
-        tensors: list[Tensor] = []
-        for file in files:
-            path = self.path / file.path
-            if self.has(file):
-                header, size = read_header(path)
-            else:
-                data = (self.path / HEADERS / file.path).read_bytes()
-                header, size = data[8:], header_end(path, data) - len(data)
-            tensors += parse_header(path, file.path, header, size)
-        return tensors
-
-    def files_of_stage(self, spec: pb.StageSpec, weights: Iterable[RemoteFile]) -> frozenset[str]:
-        """The weight files that a stage reads, by the headers of all. Raises InvalidCheckpoint."""
-        first, end, layers = spec.first_layer, spec.end_layer, spec.num_layers
-        return files_of_stage(self.tensors(weights), first, end, layers, generator=spec.stage == 0)
-
-    def weights(self) -> list[RemoteFile]:
-        """The weight files that are here whole or by their headers."""
-        sizes: dict[FilePath, int] = {}
-        for root in (self.path / HEADERS, self.path):
-            for path in root.rglob("*.safetensors"):
-                name = FilePath.read(path.relative_to(root).as_posix())
-                if name is not None and is_weight_file(name):
-                    whole = root == self.path
-                    sizes[name] = (
-                        path.stat().st_size if whole else header_end(path, path.read_bytes())
-                    )
-        return [RemoteFile(name, size, None) for name, size in sorted(sizes.items())]
-
     def _delete_copy(self) -> None:
         """Deletes the files of a copy. Whatever else was put beside them stays."""
-        shutil.rmtree(self.path / HEADERS, ignore_errors=True)
         for path in self.path.rglob("*"):
             name = path.relative_to(self.path).as_posix().removesuffix(PARTIAL)
             if is_copied_file(name) and not path.is_dir():
@@ -146,17 +106,8 @@ class CopyFolder:
 
     def complete(self) -> None:
         """Marks the copy whole: from now on it is a model like others."""
-        shutil.rmtree(self.path / HEADERS, ignore_errors=True)
         if (origin := read_origin(self.path)) is not None:
             write_origin(self.path, replace(origin, whole=True))
-
-
-def header_length(data: bytes, file: RemoteFile) -> int:
-    """The length of a file's header, from its first 8 bytes. Raises InvalidCheckpoint."""
-    length = int.from_bytes(data, "little")
-    if len(data) != 8 or length > min(MAX_HEADER_BYTES, file.size - 8):
-        raise InvalidCheckpoint(f"{file.path} claims a header of {length} bytes")
-    return length
 
 
 def _refused(peer: str, what: str) -> DownloadFailed:

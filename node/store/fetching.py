@@ -1,4 +1,4 @@
-"""Gets a stage's model: from this disk, else from peers that have it, else from the hub."""
+"""Gets a model: from this disk, else from peers that have it, else from the hub."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -6,7 +6,6 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from ...placement.card import ModelCard
-from ...placement.cluster import layer_range
 from ...placement.errors import (
     DownloadFailed,
     ExoNodeError,
@@ -16,16 +15,11 @@ from ...placement.errors import (
 )
 from ...placement.ids import ModelId
 from ...proto import peer_pb2 as pb
-from ...shard.checkpoint.checkpoint import read_checkpoint
-from ...shard.checkpoint.headers import Tensor
-from ...shard.checkpoint.stage_files import stand_ins
 from ..machine.events import EventLog
 from ..rpc.model_files import ModelFilesClient
-from .copy_folder import HERE, CopyFolder
+from .copy_folder import HERE, offered_card
 from .library import ModelLibrary
-from .model_folder import Place, read_origin
 from .peer_copy import PeerCopy
-from .places import copy_folder
 from .sources import ModelSource
 from .stop_signal import StopSignal, stoppable
 from .transfers import Progress
@@ -39,11 +33,10 @@ Sources = Callable[[ModelId], Sequence[ModelSource]]
 
 @dataclass(frozen=True, slots=True)
 class StageFolder:
-    """A model on this disk; `partial`: only the files that one stage reads."""
+    """A model on this disk."""
 
     folder: Path
     fingerprint: str
-    partial: bool = False
 
 
 @dataclass(eq=False, repr=False)
@@ -62,25 +55,20 @@ class ModelFetcher:
     def __post_init__(self) -> None:
         self._locks: dict[ModelId, asyncio.Lock] = {}
 
-    async def fetch(
-        self, spec: pb.StageSpec, report: OnProgress, *, whole: bool = False
-    ) -> StageFolder:
-        """The folder with the files that the stage reads, copied or downloaded if need be. `whole`:
-        with all files of the model. Raises ModelNotFound, DownloadFailed and InvalidCheckpoint."""
+    async def fetch(self, spec: pb.StageSpec, report: OnProgress) -> StageFolder:
+        """The folder of a stage's model, copied or downloaded if need be.
+
+        Copies are whole, so that any node may take a lost one's layers. Raises ModelNotFound,
+        DownloadFailed and InvalidCheckpoint.
+        """
         model = ModelId(spec.model)
         async with self.lock(model):
-            if (local := await asyncio.to_thread(self._whole_model, model)) is not None:
+            if (local := await asyncio.to_thread(self._local, model)) is not None:
                 return local
-            if not whole:
-                local = await asyncio.to_thread(self._partial_copy, spec)
-                if local is not None:
-                    if not local.partial:
-                        await self._complete(local.folder, f"the copy of {model} is whole", model)
-                    return local
             refusals: list[str] = []
             for source in self._sources(model):
                 try:
-                    return await self._copy(source, spec, report, whole=whole)
+                    return await self._copy(source, spec, report)
                 except (ExoNodeError, OSError) as fault:
                     refusals.append(self._refusal(model, source, fault))
             return await self._download(model, report, refusals)
@@ -90,42 +78,20 @@ class ModelFetcher:
         return self._locks.setdefault(model, asyncio.Lock())
 
     async def describe(self, model: ModelId) -> tuple[ModelCard, str]:
-        """The card and the fingerprint of a model that only other nodes have, by its headers.
+        """The card and the fingerprint of a model that only other nodes have.
 
         Raises PeerLost where none of them gives them.
         """
         refusals: list[str] = []
-        async with self.lock(model):
-            for source in self._sources(model):
-                try:
-                    spec = pb.StageSpec(model=model)
-                    copy = await PeerCopy.begin(self._client, source, self._root, spec)
-                    await copy.fetch_small_files()
-                    await copy.fetch_headers()
-                    return await asyncio.to_thread(self._card, copy), copy.offer.fingerprint
-                except (ExoNodeError, OSError) as fault:
-                    refusals.append(self._refusal(model, source, fault))
+        for source in self._sources(model):
+            try:
+                offer = await self._client.offer(source.address, source.node, model)
+                return offered_card(offer, model, source.name), offer.fingerprint
+            except ExoNodeError as fault:
+                refusals.append(self._refusal(model, source, fault))
         raise PeerLost(f"no node describes {model}: {'; '.join(refusals)}")
 
-    def layout(self, model: ModelId) -> Sequence[Tensor] | None:
-        """A model's tensors, by its files or headers on this disk, or None if none are. Blocks."""
-        try:
-            local = self._library.get(model)
-            if local.folder is not None:
-                return [*self._library.checkpoint(local.folder).tensors.values()]
-        except ModelNotFound:
-            pass  # it may be here in part
-        path = copy_folder(self._root, model)
-        if path is None or read_origin(path) is None:
-            return None
-        folder = CopyFolder(path)
-        return folder.tensors(folder.weights())
-
-    def _card(self, copy: PeerCopy) -> ModelCard:
-        with stand_ins(copy.folder.path) as (view, _):
-            return self._library.open(Place(copy.model, view, hub=copy.offer.from_hub)).card
-
-    def _whole_model(self, model: ModelId) -> StageFolder | None:
+    def _local(self, model: ModelId) -> StageFolder | None:
         try:
             local = self._library.get(model)
         except ModelNotFound:
@@ -133,33 +99,6 @@ class ModelFetcher:
         if local.folder is None:
             return None
         return StageFolder(local.folder, self._library.checkpoint(local.folder).fingerprint)
-
-    def _partial_copy(self, spec: pb.StageSpec) -> StageFolder | None:
-        """An earlier copy, where it has all that the stage reads.
-
-        One whose load was cancelled after its last file has all files.
-        """
-        path = copy_folder(self._root, spec.model)
-        origin = None if path is None else read_origin(path)
-        if path is None or origin is None or origin.fingerprint != spec.checkpoint_sha256:
-            return None
-        folder = CopyFolder(path)
-        try:
-            weights = folder.weights()
-            needed = folder.files_of_stage(spec, weights)
-            with stand_ins(path) as (view, _):
-                fingerprint = read_checkpoint(view).fingerprint
-        except (OSError, InvalidCheckpoint):  # a copy that ended before it had all headers
-            return None
-        present = {file.path for file in weights if folder.has(file)}
-        if fingerprint != origin.fingerprint or not needed <= present:
-            return None
-        return StageFolder(path, fingerprint, partial=len(present) < len(weights))
-
-    async def _complete(self, folder: Path, text: str, model: str, **facts: str | int) -> None:
-        """Marks a copy whole. The event comes first: a cancelled load then leaves no mark alone."""
-        _ = self._events.add("copied", text, model=model, **facts)
-        await asyncio.to_thread(CopyFolder(folder).complete)
 
     def _refusal(self, model: ModelId, source: ModelSource, fault: ExoNodeError | OSError) -> str:
         """Records that a peer could not be copied from. Raises DownloadFailed for this disk."""
@@ -176,30 +115,23 @@ class ModelFetcher:
         return f"{source.name}: {fault.message}"
 
     async def _copy(
-        self, source: ModelSource, spec: pb.StageSpec, report: OnProgress, *, whole: bool
+        self, source: ModelSource, spec: pb.StageSpec, report: OnProgress
     ) -> StageFolder:
         copy = await PeerCopy.begin(self._client, source, self._root, spec)
-        await copy.fetch_small_files()
-        folder, weights = copy.folder, copy.weights
-        needed = frozenset(file.path for file in weights)
-        if not whole and spec.num_stages > 1:
-            await copy.fetch_headers()
-            needed = await asyncio.to_thread(folder.files_of_stage, spec, weights)
-        copied_bytes = await copy.fetch_weights(
-            needed, lambda progress: report(f"copying from {source.name}", progress)
+        copied_bytes = await copy.fetch(
+            lambda progress: report(f"copying from {source.name}", progress)
         )
-        partial = bool(await asyncio.to_thread(folder.missing, weights))
-        layers = f"{layer_range(spec.first_layer, spec.end_layer)} of " if partial else ""
-        text = f"{layers}{copy.model} was copied from {source.name}"
+        await asyncio.to_thread(self._complete, copy)
+        text = f"{copy.model} was copied from {source.name}"
         facts: dict[str, str | int] = {"node": source.node, "bytes": copied_bytes}
-        if partial:
-            _ = self._events.add("copied", text, model=copy.model, **facts)
-        else:
-            checkpoint = await asyncio.to_thread(self._library.checkpoint, folder.path)
-            if checkpoint.fingerprint != copy.offer.fingerprint:
-                raise InvalidCheckpoint(f"{source.name} gave other files than it offered")
-            await self._complete(folder.path, text, copy.model, **facts)
-        return StageFolder(folder.path, copy.offer.fingerprint, partial)
+        _ = self._events.add("copied", text, model=copy.model, **facts)
+        return StageFolder(copy.folder.path, copy.offer.fingerprint)
+
+    def _complete(self, copy: PeerCopy) -> None:
+        """Marks a copy whole, in one step that no cancellation divides."""
+        if self._library.checkpoint(copy.folder.path).fingerprint != copy.offer.fingerprint:
+            raise InvalidCheckpoint(f"{copy.source.name} gave other files than it offered")
+        copy.folder.complete()
 
     async def _download(
         self, model: ModelId, report: OnProgress, refusals: Sequence[str]

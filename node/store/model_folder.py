@@ -37,7 +37,7 @@ class Place:
     folder: Path
     hub: bool = False
     partial: bool = False
-    """Whether it is a copy from a peer that is not whole: a stage's files, or an unfinished one."""
+    """Whether it is a copy from a peer that is not whole."""
     missing: tuple[str, ...] = ()
     """Files that an unfinished download lacks."""
     fault: str = ""

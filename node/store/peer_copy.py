@@ -1,18 +1,18 @@
 """One model's files on their way from one peer: resumed, hashed, refused where they are wrong."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ...placement.errors import DownloadFailed, InvalidCheckpoint, PeerLost
+from ...placement.errors import DownloadFailed, PeerLost
 from ...placement.ids import ModelId
 from ...proto import peer_pb2 as pb
 from ...shard.checkpoint.checkpoint import is_weight_file
 from ..rpc.model_files import ModelFilesClient
-from .copy_folder import HERE, CopyFolder, checked_offer, header_length
+from .copy_folder import HERE, CopyFolder, checked_offer
 from .identifiers import Sha256
 from .places import copy_folder
 from .sources import ModelSource
@@ -57,30 +57,9 @@ class PeerCopy:
         await asyncio.to_thread(folder.begin, model, offer)
         return cls(client, source, model, root, folder, offer, files)
 
-    @property
-    def weights(self) -> Sequence[RemoteFile]:
-        return [file for file in self.files.values() if is_weight_file(file.path)]
-
-    async def fetch_small_files(self) -> None:
-        """Fetches everything but weights: configs, tokenizer, chat template, card."""
-        small = [file for file in self.files.values() if not is_weight_file(file.path)]
-        _ = await self._fetch(small, lambda _: None)
-
-    async def fetch_headers(self) -> None:
-        """Fetches the headers of the weight files that are not here."""
-        for file in self.weights:
-            if await asyncio.to_thread(self.folder.lacks_header, file):
-                start = await self._range(file, 0, 8)
-                header = start + await self._range(file, 8, header_length(start, file))
-                await asyncio.to_thread(self.folder.put_header, file, header)
-
-    async def fetch_weights(
-        self, names: Collection[str], report: Callable[[Progress], None]
-    ) -> int:
-        """Fetches these weight files; returns the bytes of all of them, here before or not."""
-        return await self._fetch([file for file in self.weights if file.path in names], report)
-
-    async def _fetch(self, files: Sequence[RemoteFile], report: Callable[[Progress], None]) -> int:
+    async def fetch(self, report: Callable[[Progress], None]) -> int:
+        """Fetches what is not here; returns the bytes of all files, here before or not."""
+        files = sorted(self.files.values(), key=lambda file: is_weight_file(file.path))
         missing = await asyncio.to_thread(self.folder.missing, files)
         partials = [self.folder.partial(file) for file in missing]
         arrived = [await asyncio.to_thread(partial.arrived_bytes) for partial in partials]
@@ -154,18 +133,7 @@ class PeerCopy:
             )
         return checked
 
-    async def _range(self, file: RemoteFile, start: int, length: int) -> bytes:
-        data = b""
-        async with aclosing(self._read(file, start, length)) as chunks:
-            async for chunk in chunks:
-                data += chunk
-                if len(data) >= length:
-                    break
-        if len(data) != length:
-            raise InvalidCheckpoint(f"{self.source.name} gave {len(data)} bytes for {length}")
-        return data
-
-    def _read(self, file: RemoteFile, start: int, length: int = 0) -> AsyncGenerator[bytes]:
-        """Chunks of a range, which with `length` 0 reaches the file's end."""
-        request = pb.FileRequest(model=self.model, path=file.path, start=start, length=length)
+    def _read(self, file: RemoteFile, start: int) -> AsyncGenerator[bytes]:
+        """Chunks from `start` to the file's end."""
+        request = pb.FileRequest(model=self.model, path=file.path, start=start)
         return self.client.read(self.source.address, self.source.node, request)

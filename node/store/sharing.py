@@ -52,12 +52,15 @@ class SharedModels:
 
         InvalidRequest where one of them is a link that leaves the model's folder.
         """
-        folder = self._folder(model)
+        entry = self._library.scan().get(ModelId(model))
+        if entry is None or (folder := entry.folder) is None:
+            raise ModelNotFound(f"{model[:200]!r} is not on this node", param="model")
         checkpoint = self._library.checkpoint(folder)
         files = {name: self._file(model, folder, name) for name in _names(folder)}
         self._offered |= {(model, name): file for name, file in files.items()}
         return pb.ModelOffer(
             fingerprint=checkpoint.fingerprint,
+            card=entry.card.model_dump_json(),
             from_hub=repository_folder(folder) is not None,
             files=[
                 pb.OfferedFile(path=name, size=file.size, sha256=file.sha256)
@@ -72,22 +75,16 @@ class SharedModels:
         if file.sha256 or key in self._hashes:
             return file.sha256 or self._hashes[key]
         digest = hashlib.sha256()
-        with closing(_open(file, path, 0, 0)) as reading:
+        with closing(_open(file, path, 0)) as reading:
             while chunk := reading.read():
                 digest.update(chunk)
         self._hashes[key] = digest.hexdigest()
         return digest.hexdigest()
 
     def open(self, request: pb.FileRequest) -> "FileRange":
-        """Opens a part of a file. Raises ModelNotFound, and InvalidRequest if it is not offered."""
+        """Opens a file at a byte. Raises ModelNotFound, and InvalidRequest if it is not offered."""
         file = self._offered_file(request.model, request.path)
-        return _open(file, request.path, request.start, request.length)
-
-    def _folder(self, model: str) -> Path:
-        entry = self._library.scan().get(ModelId(model))
-        if entry is None or entry.folder is None:
-            raise ModelNotFound(f"{model[:200]!r} is not on this node", param="model")
-        return entry.folder
+        return _open(file, request.path, request.start)
 
     def _offered_file(self, model: str, path: str) -> _File:
         if (model, path) not in self._offered:
@@ -138,10 +135,10 @@ class FileRange:
         os.close(self._descriptor)
 
 
-def _open(file: _File, name: str, start: int, length: int) -> FileRange:
-    if not 0 <= start <= file.size or not 0 <= length <= file.size - start:
+def _open(file: _File, name: str, start: int) -> FileRange:
+    if not 0 <= start <= file.size:
         raise InvalidRequest(
-            f"bytes {start} to {start + length} of {name} were asked for, which has {file.size}",
+            f"bytes from {start} on of {name} were asked for, which has {file.size}",
             param="start",
         )
     try:  # the path is resolved: a link there is a new one
@@ -153,7 +150,7 @@ def _open(file: _File, name: str, start: int, length: int) -> FileRange:
         os.close(descriptor)
         raise _changed(name)
     _ = os.lseek(descriptor, start, os.SEEK_SET)
-    return FileRange(descriptor, file, name, length or file.size - start)
+    return FileRange(descriptor, file, name, file.size - start)
 
 
 def _changed(name: str) -> InvalidRequest:

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from ...placement.card import ModelCard
 from ...placement.cluster import ClusterView, StageAssignment
 from ...placement.ids import ModelId, NodeId
-from ...shard.checkpoint.headers import Tensor
-from ...shard.checkpoint.stage_files import files_of_stage
 from ..cluster.member import MemberFacts
 from ..links.paths import fastest, link_paths
 
@@ -24,7 +22,7 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class TransferEstimate:
-    """One stage's files. `source` is None if no node has the model: it is downloaded whole.
+    """The model on its way to a node. `source` is None if none has it: it is downloaded.
 
     `seconds` is None if the link was not measured, or is the hub's.
     """
@@ -54,48 +52,21 @@ def sources_of(
 
 
 def estimate_transfers(
-    card: ModelCard,
-    stages: Sequence[StageAssignment],
-    view: ClusterView,
-    tensors: Sequence[Tensor] | None,
+    card: ModelCard, stages: Sequence[StageAssignment], view: ClusterView
 ) -> list[TransferEstimate]:
-    """One for each stage on a node that lacks the model. `tensors` is its layout, if it is here.
-
-    The files that an earlier copy left on such a node are counted as missing.
-    """
-    return [
-        _estimate(card, stage, view, tensors, whole=len(stages) == 1)
-        for stage in stages
-        if card.id not in view.node(stage.node).models
-    ]
+    """One for each stage on a node that lacks the model, as if nothing of it were there."""
+    lacking = (s.node for s in stages if card.id not in view.node(s.node).models)
+    return [_estimate(card, node, view) for node in lacking]
 
 
-def _estimate(
-    card: ModelCard,
-    stage: StageAssignment,
-    view: ClusterView,
-    tensors: Sequence[Tensor] | None,
-    *,
-    whole: bool,
-) -> TransferEstimate:
-    holders = [node for node in view.nodes if card.id in node.models]
-    if not holders:
-        return TransferEstimate(stage.node, card.weight_bytes, None, None)
-    rates = {node.id: _bandwidth(view, node.id, stage.node) for node in holders}
-    best = min(holders, key=lambda node: (-rates[node.id], node.id))
-    size = card.weight_bytes if whole else _stage_bytes(card, stage, tensors)
-    rate = rates[best.id]
-    return TransferEstimate(stage.node, size, best.name, size / rate if rate else None)
+def _estimate(card: ModelCard, node: NodeId, view: ClusterView) -> TransferEstimate:
+    rates = {n: _bandwidth(view, n.id, node) for n in view.nodes if card.id in n.models}
+    if not rates:
+        return TransferEstimate(node, card.weight_bytes, None, None)
+    best = min(rates, key=lambda holder: (-rates[holder], holder.id))
+    seconds = card.weight_bytes / rates[best] if rates[best] else None
+    return TransferEstimate(node, card.weight_bytes, best.name, seconds)
 
 
 def _bandwidth(view: ClusterView, a: NodeId, b: NodeId) -> float:
     return max((link.bandwidth for link in view.between(a, b)), default=0.0)
-
-
-def _stage_bytes(card: ModelCard, stage: StageAssignment, tensors: Sequence[Tensor] | None) -> int:
-    """The bytes of the files that the stage reads; without a layout, its share of the layers."""
-    first, end, layers = stage.first_layer, stage.end_layer, card.num_layers
-    if tensors is None:
-        return card.weight_bytes * (end - first) // layers
-    files = files_of_stage(tensors, first, end, layers, generator=first == 0)
-    return sum(tensor.nbytes for tensor in tensors if tensor.file in files)

@@ -12,6 +12,5 @@ headers.py: one safetensors header, checked; small files, and those that a model
 model_classes.py: the model types that there are classes of
 prefix_files.py: files of cached prefixes: on disk, their bound, and from another runner
 python_source.py: Python source as syntax trees, without running it
-stage_files.py: which weight files one stage reads
 vision.py: how a model reads images, by its config.json; the extra, and a tower's tensors
 """

@@ -104,23 +104,6 @@ def parse_header(path: Path, file: str, header: bytes, data_bytes: int) -> list[
     return tensors
 
 
-def header_end(path: Path, data: bytes) -> int:
-    """The size of the whole file that begins with `data`, its length and header; checks them."""
-    length = int.from_bytes(data[:8], "little")
-    if length > MAX_HEADER_BYTES or len(data) != 8 + length:
-        raise fault(path, "is no whole header")
-    entries = parse_object(path, data[8:], strict=True)
-    ends = [
-        max(offsets)
-        for entry in entries.values()
-        if isinstance(entry, dict)
-        and (offsets := _integers(cast("dict[str, object]", entry).get("data_offsets")))
-    ]
-    size = max(ends, default=0)
-    _ = parse_header(path, path.name, data[8:], size)
-    return len(data) + size
-
-
 def fault(
     path: Path, what: str, *, tensor: str | None = None, remedy: str | None = None
 ) -> InvalidCheckpoint:

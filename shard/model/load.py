@@ -1,6 +1,6 @@
 """Loads a stage by its specification, on the compute thread."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +15,13 @@ from ...mtp.families.head import HeadSource, HeadUnusable
 from ...mtp.families.table import family_of
 from ...mtp.families.weights import load_head
 from ...mtp.placed_rope import place_ropes
-from ...placement.cluster import layer_range
 from ...placement.config import hidden_size, vocabulary_size
-from ...placement.errors import InvalidCheckpoint, LoadFailed
+from ...placement.errors import InvalidCheckpoint
 from ...placement.kv_bits import source_of
 from ...proto import peer_pb2 as pb
 from ..checkpoint.checkpoint import Checkpoint, read_checkpoint
 from ..checkpoint.embedders import require_positions
 from ..checkpoint.head_tensors import HeadMissing, find_head
-from ..checkpoint.stage_files import NOT_COPIED, cut, stand_ins
 from ..checkpoint.vision import Vision, vision_of
 from ..kernels.install import install
 from ..kernels.trial import KernelChoice
@@ -86,31 +84,13 @@ def load(spec: pb.StageSpec, report: Report, *, fuses: bool = True) -> Loaded:
         prepare_fusing()
     else:
         mx.disable_compile()
-    if not spec.partial:
-        return _load(spec, report, Path(spec.path), ())
-    with stand_ins(Path(spec.path)) as (view, placeholders):
-        try:
-            return _load(spec, report, view, placeholders)
-        except RuntimeError as fault:
-            raise LoadFailed(
-                f"{spec.model}: {layer_range(spec.first_layer, spec.end_layer)} read a weight file "
-                f"that was not copied here ({fault}); copy the whole model",
-                param=NOT_COPIED,
-            ) from fault
-
-
-def _load(
-    spec: pb.StageSpec, report: Report, folder: Path, placeholders: Sequence[tuple[Path, int]]
-) -> Loaded:
-    """`placeholders`: the files in `folder` in place of those with other stages' layers alone."""
-    checkpoint = read_checkpoint(folder)
+    checkpoint = read_checkpoint(Path(spec.path))
     _require_same(spec, checkpoint)
     generator = spec.stage == 0
     read_before = bytes_read()
     require_positions(checkpoint.config, spec.context_length)
     # First: a split cannot help an unknown architecture.
     model = open_model(checkpoint.folder, pooling=spec.pooling)
-    cut(placeholders)
     require_layers(model, spec.first_layer, spec.end_layer)
     if spec.num_stages > 1:
         report(pb.LoadProgress(step="checking that it can be split"))

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engines import STORY
@@ -61,29 +62,28 @@ def test_a_copy_outlives_kill_9_and_answers_with_the_same_tokens(
             reply = two.call("POST", "/v1/placements", placement_on(two))
             assert reply.status == 200, reply
             # Of a load that a new head repeats, the second one finds the files of the first.
-            assert {*copies(two)} <= {"mini was copied from one", "the copy of mini is whole"}
-            assert copies(two) and {stage["node"] for stage in reply.body["stages"]} == {
-                two.itself()["id"]
-            }
+            assert {*copies(two)} <= {"mini was copied from one"}
+            assert {stage["node"] for stage in reply.body["stages"]} == {two.itself()["id"]}
             body = two.chat(STORY["prompt"], model="mini", max_tokens=24, return_token_ids=True)
             assert body["choices"][0]["token_ids"] == STORY["greedy_ids"][:24]
             for path in source.glob("*.safetensors"):
                 assert (copied / path.name).read_bytes() == path.read_bytes()
-            assert_answers_from_its_stages_files_alone(one, two, copied.with_name("other"))
+            assert_a_stage_has_the_whole_model(one, two, copied.with_name("other"))
 
 
-def assert_answers_from_its_stages_files_alone(one: Node, two: Node, copied: Path) -> None:
-    """The first four layers are in two of the three weight files."""
+def assert_a_stage_has_the_whole_model(one: Node, two: Node, copied: Path) -> None:
     split = [{"node": two.itself()["id"], "layers": 4}, {"node": one.itself()["id"], "layers": 12}]
     reply = two.call("POST", "/v1/placements", {"model": "other", "layers": split})
     assert reply.status == 200, reply
-    here = [f"model-0000{number}-of-00003.safetensors" for number in (1, 3)]
-    assert sorted(path.name for path in copied.glob("*.safetensors")) == here
+    assert len([*copied.glob("*.safetensors")]) == 3
     body = two.chat(STORY["prompt"], model="other", max_tokens=24, return_token_ids=True)
     assert body["choices"][0]["token_ids"] == STORY["greedy_ids"][:24]
-    entry = {each["id"]: each for each in two.call("GET", "/v1/models").body["data"]}["other"]
-    assert "error" not in entry and entry["loaded"] is True
-    assert entry["nodes"] == [one.itself()["name"]]
+    eventually(lambda: len(entry_of(two, "other")["nodes"]) == 2, WITHIN_S)
+
+
+def entry_of(running: Node, model: str) -> dict[str, Any]:
+    entries = running.call("GET", "/v1/models").body["data"]
+    return next(each for each in entries if each["id"] == model)
 
 
 def copies(running: Node) -> list[str]:

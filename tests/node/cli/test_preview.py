@@ -17,7 +17,6 @@ from exo_node.placement.ids import ModelId, NodeId
 from exo_node.placement.options import PlanOptions
 from exo_node.placement.plan import plan, planned_bytes, preview
 from exo_node.placement.split_refusal import SplitRefusal, refusal_in
-from exo_node.shard.checkpoint.headers import Tensor
 
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 
@@ -271,23 +270,16 @@ def test_a_preview_says_what_each_node_copies_and_how_long_that_takes() -> None:
     links = (LinkFacts(A, B, 0.001, 1e6), LinkFacts(A, C, 0.001, 1e7))
     view = ClusterView(tuple(nodes), links)
     planned = preview(card(), view, PlanOptions(nodes=(A, B)))
-    tensors = [
-        Tensor(
-            f"model.layers.{layer}.w", "U8", (layer + 1,), f"model-{layer // 6}.safetensors", 0, 5
-        )
-        for layer in range(12)
-    ]
-    [one] = estimate_transfers(card(), planned.best.stages, view, tensors)
-    assert (one.node, one.nbytes, one.source, one.seconds) == (A, 30, "node-c", 30 / 1e7)
-    [about] = estimate_transfers(card(), planned.best.stages, view, None)
-    assert about.nbytes == 60_000_000
+    [about] = estimate_transfers(card(), planned.best.stages, view)
+    assert (about.node, about.nbytes) == (A, card().weight_bytes)
+    assert (about.source, about.seconds) == ("node-c", card().weight_bytes / 1e7)
     text = preview_text(
         preview_json(card(), planned, view, "", ([about], ())) | {"refusal": "pull it"}
     )
-    assert "  node-a copies up to 60 MB from node-c, about 6 s\n" in text
+    assert "  node-a copies up to 120 MB from node-c, about 12 s\n" in text
     assert text.endswith("not loaded as it is: pull it")
     nobody = cluster(400)
-    [all_of_it] = estimate_transfers(card(), preview(card(), nobody).best.stages, nobody, None)
+    [all_of_it] = estimate_transfers(card(), preview(card(), nobody).best.stages, nobody)
     assert (all_of_it.nbytes, all_of_it.source, all_of_it.seconds) == (120_000_000, None, None)
 
 

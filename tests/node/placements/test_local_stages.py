@@ -12,18 +12,13 @@ from exo_node.node.store.fetching import StageFolder
 from exo_node.placement.errors import LoadFailed, RemovalRefused
 from exo_node.placement.ids import ModelId
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.checkpoint.stage_files import NOT_COPIED
 
 
 class Fetcher:
-    """Has the model already, or the part of it that a stage reads."""
+    """Has the model already."""
 
-    def __init__(self) -> None:
-        self.whole: list[bool] = []
-
-    async def fetch(self, spec: pb.StageSpec, _: Any, *, whole: bool) -> StageFolder:
-        self.whole.append(whole)
-        return StageFolder(Path("/here"), "f", partial=spec.num_stages > 1 and not whole)
+    async def fetch(self, *_: object) -> StageFolder:
+        return StageFolder(Path("/here"), "f")
 
 
 class Profiling:
@@ -37,12 +32,9 @@ class Profiling:
 class Supervisor:
     def __init__(self) -> None:
         self.loaded: list[pb.StageSpec] = []
-        self.lacking = NOT_COPIED
 
     async def load(self, spec: pb.StageSpec, _: Any) -> pb.LoadReady:
         self.loaded.append(spec)
-        if spec.partial:
-            raise LoadFailed("lacks a file", param=self.lacking)
         return pb.LoadReady()
 
 
@@ -62,7 +54,6 @@ def test_a_peer_does_not_say_where_a_runner_listens_or_reads(tmp_path: Path) -> 
         prefix_folder="/tmp",
         prefix_disk_bytes=1 << 40,
         memory_limit_bytes=1,
-        partial=True,
     )
     _ = asyncio.run(stages.load(foreign, lambda _: None))
     (spec,) = supervisor.loaded
@@ -70,20 +61,6 @@ def test_a_peer_does_not_say_where_a_runner_listens_or_reads(tmp_path: Path) -> 
     assert (spec.path, spec.profile_folder) == ("/here", str(tmp_path / "profiles"))
     assert (spec.prefix_folder, spec.prefix_disk_bytes) == (str(tmp_path / "prefixes"), 500_000_000)
     assert spec.memory_limit_bytes == 0
-    assert not spec.partial
-
-
-def test_a_stage_that_reads_more_than_was_copied_has_the_whole_model_copied(tmp_path: Path) -> None:
-    supervisor, fetcher = Supervisor(), Fetcher()
-    stages = stages_of(Settings(data_dir=tmp_path), fetcher, supervisor)
-    spec = pb.StageSpec(model="demo", stage=1, num_stages=2)
-    _ = asyncio.run(stages.load(spec, lambda _: None))
-    assert fetcher.whole == [False, True]
-    assert [loaded.partial for loaded in supervisor.loaded] == [True, False]
-    supervisor.lacking = "dtype"
-    with pytest.raises(LoadFailed):
-        asyncio.run(stages.load(spec, lambda _: None))
-    assert fetcher.whole == [False, True, False]
 
 
 MODEL = ModelId("owner/tiny")

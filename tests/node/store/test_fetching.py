@@ -1,4 +1,4 @@
-"""A model is copied from peers: whole or one stage's part, resumed, checked, from another peer."""
+"""A model is copied from peers: whole, resumed, checked, from another peer."""
 
 import asyncio
 import hashlib
@@ -29,11 +29,11 @@ from copying import (
 from exo_node.node.machine.timing import LAN
 from exo_node.node.rpc.model_files import BESIDE_ANSWERS, FileSource
 from exo_node.node.store.copy_folder import CopyFolder
+from exo_node.node.store.library import ModelLibrary
 from exo_node.node.store.sharing import SharedModels
-from exo_node.placement.errors import DownloadFailed, InvalidCheckpoint, ModelNotFound
+from exo_node.placement.errors import DownloadFailed, ModelNotFound
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
-from exo_node.shard.checkpoint.stage_files import HEADERS, cut, stand_ins
 
 
 async def test_a_whole_model_is_copied_hashed_and_listed(tmp_path: Path) -> None:
@@ -43,7 +43,6 @@ async def test_a_whole_model_is_copied_hashed_and_listed(tmp_path: Path) -> None
         copy = await fetcher.fetch(
             WHOLE, lambda s, p: two.progress.append((s, p.done_bytes, p.total_bytes))
         )
-        assert not copy.partial
         assert copy.fingerprint == read_checkpoint(copy.folder).fingerprint
     for path in (one.root / "models" / MODEL).iterdir():
         assert (two.models / MODEL / path.name).read_bytes() == path.read_bytes()
@@ -53,30 +52,37 @@ async def test_a_whole_model_is_copied_hashed_and_listed(tmp_path: Path) -> None
     assert step == "copying from one" and copied == total > 0
 
 
-async def test_a_stage_is_given_its_own_files_and_the_headers_of_the_others(tmp_path: Path) -> None:
+async def test_a_model_that_only_peers_have_is_described_without_a_copy(tmp_path: Path) -> None:
     one, two = giver(tmp_path), Taker(tmp_path / "two")
-    read = watch(one)
+    folder = one.root / "models" / MODEL
     async with giving(one) as source, taking(two, source) as fetcher:
-        copy = await fetcher.fetch(stage(2, 4), silent)
-        assert copy.partial
-        whole = [p.name for p in copy.folder.glob("*.safetensors")]
-        assert whole == [SECOND]
         card, fingerprint = await fetcher.describe(MODEL)
-        assert (card.num_layers, fingerprint) == (LAYERS, copy.fingerprint)
-        with stand_ins(copy.folder) as (view, placeholders):
-            assert read_checkpoint(view).fingerprint == copy.fingerprint
-            cut(placeholders)
-            with pytest.raises(InvalidCheckpoint, match="truncated"):
-                _ = read_checkpoint(view)
-        assert MODEL not in two.library.scan()  # no model, and nothing that is wrong
-        assert MODEL not in two.library.broken
-        count = len(read[0].reads)
-        again = stage(2, 4, checkpoint_sha256=copy.fingerprint)
-        assert await fetcher.fetch(again, silent) == copy
-        assert len(read[0].reads) == count  # no peer was asked
-        assert not (await fetcher.fetch(WHOLE, silent)).partial
-        assert [path for path, _ in read[0].reads].count(SECOND) == 3  # two for its header
-        assert not (copy.folder / HEADERS).exists()
+    assert card == ModelLibrary([folder.parents[1]], offline=True).get(MODEL).card
+    assert fingerprint == read_checkpoint(folder).fingerprint
+    assert not two.models.exists()
+
+
+def _card(text: str) -> Callable[[pb.ModelOffer], None]:
+    def change(offer: pb.ModelOffer) -> None:
+        offer.card = text or offer.card.replace(f'"id":"{MODEL}"', '"id":"maker/else"')
+
+    return change
+
+
+@pytest.mark.parametrize("text", ["{}", "[" * 9999, "nonsense", ""])
+async def test_a_peer_that_describes_a_model_wrongly_is_left_for_another(
+    tmp_path: Path, text: str
+) -> None:
+    bad, good, two = giver(tmp_path, "bad"), giver(tmp_path, "good"), Taker(tmp_path / "two")
+    bad.wrap = _offer(_card(text))
+    async with (
+        giving(bad, "bad") as first,
+        giving(good, "good") as second,
+        taking(two, first, second) as fetcher,
+    ):
+        card, _ = await fetcher.describe(MODEL)
+    assert card.id == MODEL
+    assert "bad offers" in two.events_of("peer_left")[0]
 
 
 async def test_loads_of_one_model_at_the_same_time_copy_it_once(tmp_path: Path) -> None:
@@ -104,35 +110,10 @@ async def test_a_copy_that_broke_off_resumes(tmp_path: Path) -> None:
         async with taking(two, source) as fetcher:
             fingerprint = read_checkpoint(one.root / "models" / MODEL).fingerprint
             copy = await fetcher.fetch(stage(0, LAYERS, fingerprint), silent)
-        assert not copy.partial
         assert (SECOND, 2 << 20) in read[0].reads
         assert ("model-00001-of-00003.safetensors", 0) not in read[0].reads
         original = one.root / "models" / MODEL / SECOND
         assert (copy.folder / SECOND).read_bytes() == original.read_bytes()
-
-
-@pytest.mark.parametrize("marked", [False, True])
-async def test_a_load_that_was_cancelled_after_its_last_file_leaves_a_whole_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, marked: bool
-) -> None:
-    one, two = giver(tmp_path), Taker(tmp_path / "two")
-    async with giving(one) as source, taking(two, source) as fetcher:
-        with monkeypatch.context() as patch, pytest.raises(asyncio.CancelledError):
-            complete = CopyFolder.complete
-
-            def cancelled(folder: CopyFolder) -> None:
-                if marked:
-                    complete(folder)
-                raise asyncio.CancelledError
-
-            patch.setattr(CopyFolder, "complete", cancelled)
-            _ = await fetcher.fetch(WHOLE, silent)
-        assert (MODEL in two.library.scan()) is marked
-        fingerprint = read_checkpoint(one.root / "models" / MODEL).fingerprint
-        assert not (await fetcher.fetch(stage(0, LAYERS, fingerprint), silent)).partial
-    assert two.library.scan()[MODEL].folder == two.models / MODEL
-    again = [] if marked else [f"the copy of {MODEL} is whole"]
-    assert two.events_of("copied") == [f"{MODEL} was copied from one", *again]
 
 
 async def test_a_part_of_another_version_is_dropped_and_the_peer_is_not_blamed(
@@ -140,7 +121,8 @@ async def test_a_part_of_another_version_is_dropped_and_the_peer_is_not_blamed(
 ) -> None:
     one, two = giver(tmp_path), Taker(tmp_path / "two")
     async with giving(one) as source, taking(two, source) as fetcher:
-        _ = await fetcher.describe(MODEL)
+        library = ModelLibrary([one.root / "models"], offline=True)
+        CopyFolder(two.models / MODEL).begin(MODEL, SharedModels(library).offer(MODEL))
         _ = (two.models / MODEL / f"{SECOND}.incomplete").write_bytes(b"other bytes")
         copy = await fetcher.fetch(WHOLE, silent)
         original = one.root / "models" / MODEL / SECOND
@@ -185,29 +167,17 @@ async def test_a_peer_that_sends_byte_after_byte_is_left_for_another(tmp_path: P
     assert two.events_of("copied") == [f"{MODEL} was copied from good"]
 
 
-async def test_small_files_need_room_as_weights_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, two = giver(tmp_path), Taker(tmp_path / "two")
-    read = watch(one)
-
-    def little(_: object) -> SimpleNamespace:
-        return SimpleNamespace(free=1 << 20)
-
-    monkeypatch.setattr(shutil, "disk_usage", little)
-    async with giving(one) as source, taking(two, source) as fetcher:
-        with pytest.raises(DownloadFailed, match=r"0\.00 GB are free"):
-            _ = await fetcher.describe(MODEL)
-    assert read[0].reads == []
-
-
 async def test_another_revision_is_not_mixed_in(tmp_path: Path) -> None:
-    one, two = giver(tmp_path), Taker(tmp_path / "two")
+    one, two = giver(tmp_path, rows=20_000), Taker(tmp_path / "two")
+    read = watch(one)
     async with giving(one) as source, taking(two, source) as fetcher:
         other = stage(0, LAYERS, checkpoint_sha256="0" * 64)
         with pytest.raises(ModelNotFound, match="one has another revision"):
             _ = await fetcher.fetch(other, silent)
-        _ = await fetcher.fetch(stage(2, 4), silent)
+        read[0].chunks = 2
+        with pytest.raises(ModelNotFound, match="cannot be read"):
+            _ = await fetcher.fetch(WHOLE, silent)
+        read[0].chunks = 1 << 30
         shutil.rmtree(one.root / "models")
         _ = write_model(one.root / "models" / MODEL, rows=32)
         copy = await fetcher.fetch(WHOLE, silent)

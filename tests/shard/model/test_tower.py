@@ -24,7 +24,6 @@ from pictures import (
 from exo_node.mtp.placed_rope import PlacedRope
 from exo_node.placement.errors import InvalidRequest
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
-from exo_node.shard.checkpoint.stage_files import files_of_stage
 from exo_node.shard.checkpoint.vision import vision_of
 from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.model import tower as tower_module
@@ -185,23 +184,3 @@ def test_a_tower_of_other_sizes_is_refused_in_words(field: str, value: Any) -> N
     config = CONFIG | {"vision_config": CONFIG["vision_config"] | {field: value}}
     tower, why = load_tower(read_checkpoint(DENSE), vision_of(config), mx.float32, 4)
     assert tower is None and ("cannot be loaded" in why or "vision_config" in why)
-
-
-@pytest.mark.parametrize(
-    ("folder", "parts", "layer"),
-    [
-        (DENSE, (".visual.",), "blocks.1."),
-        (GEMMA, ("vision_tower", "multi_modal_projector"), "layers.1."),
-        (MISTRAL, ("vision_tower", "multi_modal_projector"), "layers.1."),
-    ],
-)
-def test_a_towers_files_are_the_generators_whatever_its_blocks_are_numbered(
-    folder: Path, parts: tuple[str, ...], layer: str
-) -> None:
-    tensors = read_checkpoint(folder).tensors.values()
-    # As if each tensor had a file of its own.
-    apart = [replace(tensor, file=f"model-{tensor.name}.safetensors") for tensor in tensors]
-    tower = {each.file for each in apart if any(part in each.name for part in parts)}
-    assert any(layer in file for file in tower)
-    assert tower <= files_of_stage(apart, 0, 1, 4, generator=True)
-    assert not tower & files_of_stage(apart, 1, 4, 4, generator=False)
