@@ -276,7 +276,7 @@ def test_a_preview_says_what_each_node_copies_and_how_long_that_takes() -> None:
     text = preview_text(
         preview_json(card(), planned, view, "", ([about], ())) | {"refusal": "pull it"}
     )
-    assert "  node-a copies up to 120 MB from node-c, about 12 s\n" in text
+    assert "  node-a copies up to 0.1 GB from node-c, about 12 s\n" in text
     assert text.endswith("not loaded as it is: pull it")
     nobody = cluster(400)
     [all_of_it] = estimate_transfers(card(), preview(card(), nobody).best.stages, nobody)
