@@ -55,7 +55,6 @@ def routes() -> list[ApiRoute]:
         EventLog(),
         joining=service,
         files=service,
-        responses=service,
     )
     return api_routes(Answering(service, 1.0), services, PROFILES["lan"], service)
 

@@ -124,7 +124,6 @@ class Node:
             self.local.loops.keep(self._awake.run, "the power assertion"),
             self.local.loops.keep(self.local.network.run, "the look at the local network"),
             self.local.loops.keep(WakeWatch(self._woke).run, "the watch for sleep"),
-            self.local.loops.keep(self._api.expire_responses, "the expiry of responses"),
         ]
         _ = at_the_end(cancel, self._background)
         self.local.profiling.start(peering.cluster.members, self.local.loops)

@@ -1,15 +1,18 @@
 """The HTTP side of a node, for clients and for peers that forward their requests."""
 
+import logging
 import socket
 from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
 
 from ..dashboard import asset
 from ..proto import peer_pb2 as pb
 from .api.forward import HeadForwarder, answer_forwarded
 from .api.http.connection_limits import ConnectionLimits
 from .api.http.drain import Drain
-from .api.http.guard import MAX_BODY_BYTES, Access
-from .api.responses.response_runs import ResponseRuns
+from .api.http.guard import Access
 from .api.server import HttpServer, Services, build_app
 from .api.shared.profile_file import ProfileFile
 from .chat.chat import ChatService
@@ -27,12 +30,11 @@ from .peering import PeerWiring
 from .placements.placements import Placements
 from .placements.planner_view import NodeFactsSource
 from .placements.stage_runners import ClusterStages
-from .responses.retention import Limits
-from .responses.store import FOLDER, ResponseStore
 from .trust.api_tokens import ApiTokens
 from .trust.local_token import TOKEN_HEADER, LocalToken
 
 CONNECTIONS = 256
+_LOG: Final = logging.getLogger(__name__)
 
 
 class NodeApi:
@@ -52,6 +54,7 @@ class NodeApi:
         self._settings = settings = local.settings
         timing = local.timing
         self._token = LocalToken.load(settings.data_dir)
+        _delete_stored_responses(settings.data_dir / "responses")
         beyond = not is_loopback(settings.host)
         self._tokens = ApiTokens(settings.data_dir, always=beyond)
         metrics = Metrics(Totals())
@@ -62,7 +65,6 @@ class NodeApi:
         )
         profiles = ProfileFile(settings.profiles_file)
         self._models = NodeModels(local, peering, operations.model_list, stages.local, profiles)
-        self._responses = _responses(local, leaving)
         services = Services(
             self._chat,
             operations,
@@ -70,7 +72,6 @@ class NodeApi:
             joining=JoinOperations(peering.joining),
             profiles=profiles,
             files=self._models,
-            responses=self._responses,
         )
         access = Access(
             hosts=(*_host_names(settings.host), *settings.allowed_hosts),
@@ -101,13 +102,6 @@ class NodeApi:
     async def close(self) -> None:
         await self._models.close()
         await self._server.close()
-        if self._responses is not None:
-            await self._responses.close()
-
-    async def expire_responses(self) -> None:
-        """Deletes stored responses that become too old, for ever."""
-        if self._responses is not None:
-            await self._responses.expire(self._local.timing.refresh_s)
 
     def answer(self, request: pb.HttpRequest) -> AsyncIterator[pb.HttpChunk]:
         """A request that another node forwarded to this one as the head."""
@@ -135,19 +129,16 @@ class NodeApi:
         return None if key is None else key.get_secret_value()
 
 
-def _responses(local: LocalNode, leaving: Drain) -> ResponseRuns | None:
-    """The stored responses; None if the settings leave no room for any."""
-    settings = local.settings
-    limits = Limits(int(settings.responses_gb * 10**9), settings.responses_keep)
-    if not (limits.bytes and limits.age_s):
-        return None
-    store = ResponseStore(
-        settings.data_dir / FOLDER,
-        limits,
-        patience_s=local.timing.slow_reply_s,
-        max_conversation=MAX_BODY_BYTES,
-    )
-    return ResponseRuns(store, leaving, local.timing.heartbeat_s)
+def _delete_stored_responses(folder: Path) -> None:
+    """Deletes the conversations that earlier versions stored there: nothing reads them any more."""
+    for path in folder.glob("responses.db*"):
+        try:
+            path.unlink()
+            _LOG.warning("deleted %s: responses are no longer stored on the disk", path)
+        except OSError as fault:
+            _LOG.warning("%s has conversations that nothing reads; delete it: %s", path, fault)
+    with suppress(OSError):  # it is not there, or has other files
+        folder.rmdir()
 
 
 def _host_names(host: str) -> list[str]:

@@ -47,7 +47,7 @@ class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
 
 
 class PreviousResponseNotFound(InvalidRequest, code="previous_response_not_found"):
-    """The stored response to continue is not here."""
+    """The response to continue is not here."""
 
 
 class ModelNotFound(ExoNodeError, code="model_not_found"):
@@ -56,14 +56,6 @@ class ModelNotFound(ExoNodeError, code="model_not_found"):
 
 class PlacementNotFound(ExoNodeError, code="placement_not_found"):
     """No placement has that id."""
-
-
-class ResponseNotFound(ExoNodeError, code="response_not_found"):
-    """No stored response has that id."""
-
-
-class ResponsesUnavailable(ExoNodeError, code="responses_unavailable"):
-    """Stored responses cannot be read or written now."""
 
 
 class QueueFull(ExoNodeError, code="queue_full"):

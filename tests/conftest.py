@@ -127,7 +127,7 @@ SLOW_FILES = {
         "processes/test_flood",
         "processes/test_replicas",
         "processes/test_chunk",
-        "processes/test_stored_responses",
+        "processes/test_continued_responses",
         "processes/test_node_telemetry",
         "processes/test_proxies",
         "processes/test_terminal",

@@ -19,7 +19,7 @@ from ...proto import peer_pb2 as pb
 from ..machine.events import EVENTS_PATH
 from ..machine.tasks import cancel, unless
 from ..machine.timing import Timing
-from .http.dialects import ANSWERING, ANTHROPIC_HEADER, OLLAMA_MODELS, RESPONSES_PREFIX, SEARCH_PATH
+from .http.dialects import ANSWERING, ANTHROPIC_HEADER, OLLAMA_MODELS, SEARCH_PATH
 from .http.guard import METHODS_WITH_BODY
 from .http.session_api import SESSION_PATH, TICKET_PATH
 from .http.sse import while_attended
@@ -220,7 +220,7 @@ def _is_local(scope: Scope) -> bool:
         return True
     if not path.startswith("/v1/") and path not in OLLAMA_MODELS:
         return True
-    if path.startswith((f"{JOIN_PREFIX}/", RESPONSES_PREFIX)):
+    if path.startswith(f"{JOIN_PREFIX}/"):
         return True
     return path == EVENTS_PATH and _OWN_SCOPE in parse_qsl(scope["query_string"].decode())
 

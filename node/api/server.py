@@ -41,9 +41,7 @@ from .operations.events_api import EventsApi
 from .operations.join_api import join_routes
 from .operations.models_api import ModelFiles, ModelsApi
 from .operations.operations_api import Operations, OperationsApi
-from .responses.response_runs import ResponseRuns
 from .responses.responses_api import ResponsesApi
-from .responses.stored_responses_api import StoredResponsesApi
 from .shared.answering import Answering
 from .shared.profile_file import ProfileFile
 
@@ -65,8 +63,6 @@ class Services:
     joining: "JoinOperations | None" = None
     profiles: ProfileFile | None = None
     files: ModelFiles | None = None
-    responses: ResponseRuns | None = None
-    """None: the endpoints refuse to store a response, and find none."""
 
 
 def build_app(
@@ -130,8 +126,7 @@ def api_routes(
         *TokenizerApi(answering).routes(),
         answering.route(MESSAGES),
         count_route(answering),
-        *ResponsesApi(answering, services.responses).routes(),
-        *StoredResponsesApi(answering, services.responses).routes(),
+        *ResponsesApi(answering).routes(),
         answering.route(OLLAMA_EMBED),
         answering.route(OLLAMA_EMBEDDINGS),
         *Ollama(answering, services.operations).routes(),

@@ -28,8 +28,6 @@ VARIABLES: Final = (
     "EXO_PREFIX_DISK_GB=20 (GB of prompts kept on disk over restarts; 0: none), "
     "EXO_BATCHING_ENABLED=0 (decode every request alone), EXO_PROMPT_LOOKUP_ENABLED=0 (copy no "
     "drafts from the prompt), EXO_LOOP_GUARD=0 (answers may repeat themselves), "
-    "EXO_RESPONSES_GB=5 (GB of responses that requests ask to store; 0: none), "
-    "EXO_RESPONSES_KEEP=7d (how long they are kept), "
     "EXO_KV_BITS=8 (attention caches of 8 or 4 bits a number, for longer contexts), "
     "EXO_CARDS_DIR (a folder of your own cards), "
     "EXO_PROFILES_FILE (your own names for models), "

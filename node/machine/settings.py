@@ -127,8 +127,6 @@ class Settings(BaseModel):
     prompt_lookup_enabled: Switch = True
     measure_at_load: Switch = False
     loop_guard: Switch = True
-    responses_gb: Annotated[float, BeforeValidator(as_gigabytes)] = 1.0
-    responses_keep: Annotated[float, BeforeValidator(duration_s)] = 30 * 86_400.0
     kv_bits: Annotated[int, BeforeValidator(as_kv_bits)] | None = None
     log_file: Annotated[Path, BeforeValidator(as_path)] | None = None
     keep_awake: Annotated[KeepAwake, BeforeValidator(as_choice(get_args(KeepAwake)))] | None = None

@@ -69,7 +69,6 @@ ROOMS: dict[str, str] = {
         "node/cluster node/runners node/rpc node/trust node/machine"
     ),
     "node/join": "placement proto node/cluster node/rpc node/trust node/machine",
-    "node/responses": "placement node/machine",
     "node/store": (
         "placement proto shard/checkpoint node/cluster node/links node/rpc node/machine"
     ),
@@ -89,8 +88,7 @@ ROOMS: dict[str, str] = {
     ),
     "node/api/messages": "placement proto node/api/openai node/api/shared node/api/http node/chat",
     "node/api/responses": (
-        "placement proto node/api/openai node/api/shared node/api/http "
-        "node/chat node/responses node/machine"
+        "placement proto node/api/openai node/api/shared node/api/http node/chat node/machine"
     ),
     "node/api/openai": "placement mtp proto node/api/shared node/api/http node/chat",
     "node/api/operations": "placement node/api/http node/join node/machine",
@@ -98,9 +96,9 @@ ROOMS: dict[str, str] = {
     "node/api/http": "placement node/chat node/trust node/machine",
     "node": (
         "placement proto mtp dashboard "
-        "node/api node/api/http node/api/operations node/api/responses node/api/shared "
+        "node/api node/api/http node/api/operations node/api/shared "
         "node/chat node/cluster node/join node/links node/machine "
-        "node/placements node/responses node/rpc node/runners node/store node/trust"
+        "node/placements node/rpc node/runners node/store node/trust"
     ),
     "node/cli": (
         "placement shard/checkpoint "
@@ -140,7 +138,6 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "node/runners/runner_client.py",
         "node/trust/certificates.py",
     ),
-    "sqlite3": ("node/responses/*",),
     "zeroconf": ("node/cluster/discovery.py",),
     "huggingface_hub": (
         "node/store/hub_cache.py",

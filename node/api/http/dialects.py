@@ -19,13 +19,13 @@ from .sse import data, named_event
 from .strict_json import encode
 
 RESPONSES_PATH: Final = "/v1/responses"
-RESPONSES_PREFIX: Final = f"{RESPONSES_PATH}/"
-"""Paths of one stored response each, which is on the node that answered it."""
+INPUT_TOKENS_PATH: Final = f"{RESPONSES_PATH}/input_tokens"
 ANSWERING: Final = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/embeddings",
     RESPONSES_PATH,
+    INPUT_TOKENS_PATH,
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/tokenize",
@@ -105,7 +105,8 @@ class Exchange:
 
     `ignored`: names of the body's fields and parts that have no effect. `more_prompts`: the same
     request with its other prompts, of which each has as many choices. `fault`: the frames that end
-    its stream with an error, where they are more than the wire format's.
+    its stream with an error, where they are more than the wire format's. `close`: called when the
+    stream has ended in any way.
     """
 
     request: GenerationRequest
@@ -114,6 +115,7 @@ class Exchange:
     ignored: Sequence[str] = ()
     more_prompts: Sequence[GenerationRequest] = ()
     fault: Callable[[HttpFault], bytes] | None = None
+    close: Callable[[], None] = lambda: None
 
 
 Body = TypeVar("Body", bound=StrictBody)
@@ -180,7 +182,7 @@ def wire_format(path: str, headers: Mapping[str, str] | None = None) -> WireForm
         return ANTHROPIC
     if f"{path}/".startswith("/v1/models/") and ANTHROPIC_HEADER in (headers or {}):
         return ANTHROPIC
-    return _OPENAI_RESPONSES if f"{path}/".startswith(RESPONSES_PREFIX) else OPENAI
+    return _OPENAI_RESPONSES if f"{path}/".startswith(f"{RESPONSES_PATH}/") else OPENAI
 
 
 def fault_response(

@@ -50,10 +50,6 @@ class Drain:
         """Refuses new work from now on."""
         self._is_draining = True
 
-    @property
-    def is_cut_off(self) -> bool:
-        return self._is_cut_off.is_set()
-
     def cut_off(self) -> None:
         """Ends every running request with an error that names the reason."""
         self._is_cut_off.set()

@@ -23,8 +23,6 @@ from ....placement.errors import (
     PlacementSuperseded,
     QueueFull,
     RemovalRefused,
-    ResponseNotFound,
-    ResponsesUnavailable,
 )
 
 _Kind = tuple[int, bool | None, int | None]
@@ -34,7 +32,6 @@ KINDS: Mapping[type[ExoNodeError], _Kind] = {
     ModelNotFound: (404, None, None),
     PlacementNotFound: (404, None, None),
     JoinRequestNotFound: (404, None, None),
-    ResponseNotFound: (404, None, None),
     JoinRefused: (409, False, 5),
     RemovalRefused: (409, None, None),
     PlacementSuperseded: (409, False, None),
@@ -45,7 +42,6 @@ KINDS: Mapping[type[ExoNodeError], _Kind] = {
     InvalidCheckpoint: (503, False, None),
     InvalidCard: (503, False, None),
     DownloadFailed: (503, False, 30),
-    ResponsesUnavailable: (503, False, 30),
 }
 """The status; whether a client should retry by itself, None where all clients know (the openai
 package does from 500 up, unless the header says no); the seconds after which the same request may

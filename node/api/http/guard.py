@@ -29,7 +29,6 @@ from .dialects import (
     NDJSON,
     OLLAMA_FILES,
     OLLAMA_PREFIX,
-    RESPONSES_PREFIX,
     SEARCH_PATH,
     fault_response,
     wire_format,
@@ -240,7 +239,7 @@ class Guard:
 def _is_public(method: str, path: str) -> bool:
     """Whether every user of the machine may ask for it where there is no API key."""
     reads = method not in METHODS_WITH_BODY
-    return reads or path in _PUBLIC_POSTS or path.startswith((OLLAMA_PREFIX, RESPONSES_PREFIX))
+    return reads or path in _PUBLIC_POSTS or path.startswith(OLLAMA_PREFIX)
 
 
 def _refused_framing(headers: Headers) -> HttpFault | None:

@@ -1,7 +1,8 @@
-"""The items, events and final state of one response, for its stream and for who asks later."""
+"""The items, events and final state of one response."""
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any, Final, Literal, final
 
 from ....placement.ids import RequestId
@@ -102,8 +103,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 Kind = Literal["message", "reasoning"]
-End = Finished | HttpFault | None
-"""How an answer ended, or None if it was cancelled."""
+Keep = Callable[[list[dict[str, Any]]], None]
 
 
 @final
@@ -124,11 +124,8 @@ class ResponseRenderer:
         self._open: Kind | None = None
         self._text = ""
         self._has_begun = False
-        self._is_queued = body.background is True
-        self.is_kept = False
-        """Whether it is to be found by its id when it has ended."""
-        self.not_stored = ""
-        """Why a response that should be kept is not."""
+        self.keep: Keep | None = None
+        """Called once, with the items that a next response may continue."""
 
     @property
     def id(self) -> str:
@@ -148,20 +145,6 @@ class ResponseRenderer:
     def heartbeat(self) -> bytes:
         return self.beginning() or self._in_progress()
 
-    def queued(self) -> bytes:
-        self._has_begun = True
-        created = self._event("response.created", response=self.state())
-        return created + self._event("response.queued", response=self.state())
-
-    def state_event(self, number: int) -> bytes:
-        """The state so far, under the number of the event that the client got last.
-
-        It is a sign of life for one reader, and none of the events that all readers get.
-        """
-        kind = "response.queued" if self._is_queued else "response.in_progress"
-        event = {"type": kind, "sequence_number": number, "response": self.state()}
-        return named_event(kind, event)
-
     def render(self, event: Part) -> bytes:
         match event:
             case Started() | PromptLogprobs():
@@ -173,44 +156,37 @@ class ResponseRenderer:
             case CallPart():
                 return self._call_part(event)
             case Finished():
-                return self.closing(event) + self.last(self.final(event))
+                return self.beginning() + self._close() + self._last(self.final(event))
 
     def fault(self, fault: HttpFault) -> bytes:
         """A failed response. Items that were complete stay; clients retry by the error's code."""
-        return self.closing(fault) + self.last(self.final(fault))
+        self.break_off()
+        return self.beginning() + self._last(self.final(fault))
 
-    def closing(self, end: End) -> bytes:
-        """The events before the last one. The text of a cancelled answer stays."""
-        frames = self.beginning()
+    def break_off(self) -> None:
+        """Keeps the items of an answer that has no end: clients refer to what they have seen."""
+        items = list(self._items)
+        if self._open is not None:
+            items.append(self._item(self._open, self._text) | {"status": "incomplete"})
+        if items:
+            self._keep(items)
+
+    def final(self, end: Finished | HttpFault) -> dict[str, Any]:
         match end:
             case Finished():
-                return frames + self._close()
-            case HttpFault():
-                return frames
-            case None:
-                return frames + self._close("incomplete")
-
-    def final(self, end: End) -> dict[str, Any]:
-        match end:
-            case Finished():
+                self._keep(self._items)
                 status = "incomplete" if end.reason == "length" else "completed"
                 return self._response(status) | _usage(end)
             case HttpFault(code=code, message=message):
                 return self._response("failed") | {"error": {"code": code, "message": message}}
-            case None:
-                return self._response("cancelled")
 
-    def forget_prompt(self) -> None:
-        """Leaves out what the request repeats: it does not fit the model."""
-        self._given_tools = []
-        self._body = self._body.model_copy(update={"instructions": None, "metadata": None})
+    def _keep(self, items: list[dict[str, Any]]) -> None:
+        keep, self.keep = self.keep, None
+        if keep is not None:
+            keep([item for item in items if _can_continue(item)])
 
-    def last(self, response: dict[str, Any]) -> bytes:
-        """The event that ends the stream, for a `final` response."""
-        return last_event(response, self._sequence)
-
-    def state(self) -> dict[str, Any]:
-        return self._response("queued" if self._is_queued else "in_progress")
+    def _last(self, response: dict[str, Any]) -> bytes:
+        return self._event(f"response.{response['status']}", response=response)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         number, self._sequence = self._sequence, self._sequence + 1
@@ -218,16 +194,14 @@ class ResponseRenderer:
 
     def beginning(self) -> bytes:
         """The first events, once."""
-        if self._has_begun and not self._is_queued:
+        if self._has_begun:
             return b""
-        created = b""
-        if not self._has_begun:
-            created = self._event("response.created", response=self.state())
-        self._has_begun, self._is_queued = True, False
+        self._has_begun = True
+        created = self._event("response.created", response=self._response("in_progress"))
         return created + self._in_progress()
 
     def _in_progress(self) -> bytes:
-        return self._event("response.in_progress", response=self.state())
+        return self._event("response.in_progress", response=self._response("in_progress"))
 
     def _delta(self, kind: Kind, text: str) -> bytes:
         frames = self.beginning()
@@ -250,12 +224,11 @@ class ResponseRenderer:
             "response.output_item.added", output_index=index, item=item
         ) + self._event("response.content_part.added", **self._place(), part=part)
 
-    def _close(self, status: str = "completed") -> bytes:
+    def _close(self) -> bytes:
         if self._open is None:
             return b""
         kind, text = self._open, self._text
         item, index, place = self._item(kind, text), len(self._items), self._place()
-        item["status"] = status
         part, event = item["content"][0], f"response.{_text_name(kind)}.done"
         frames = (
             self._event(event, **place, text=text, **_logprobs(kind))
@@ -314,7 +287,7 @@ class ResponseRenderer:
     def _response(self, status: str) -> dict[str, Any]:
         body = self._body
         cut = status == "incomplete"
-        response: dict[str, Any] = {
+        return {
             "id": self.id,
             "object": "response",
             "created_at": self._created,
@@ -330,19 +303,17 @@ class ResponseRenderer:
             "top_p": body.top_p,
             "tool_choice": _choice(body),
             "tools": self._given_tools,
-            "background": body.background is True,
+            "background": False,
             "previous_response_id": body.previous_response_id,
-            "store": self.is_kept and not self.not_stored,
+            "store": body.store is not False,
             "usage": None,
         }
-        return response | ({"store_error": self.not_stored} if self.not_stored else {})
 
 
-def last_event(response: dict[str, Any], number: int) -> bytes:
-    """The event that ends the stream of a response. OpenAI's streams have none for cancelled."""
-    ending = "incomplete" if response["status"] == "cancelled" else response["status"]
-    kind = f"response.{ending}"
-    return named_event(kind, {"type": kind, "sequence_number": number, "response": response})
+def _can_continue(item: dict[str, Any]) -> bool:
+    """Whether a next response can have the item in its prompt: a call that was cut has no result
+    and no valid arguments."""
+    return item["status"] == "completed" or not item["type"].endswith("_call")
 
 
 def _text_name(kind: Kind) -> str:

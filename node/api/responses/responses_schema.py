@@ -15,6 +15,7 @@ from ..shared.sampling_schema import UINT32, AnswerBody
 from ..shared.structured_schema import schema_grammar
 from ..shared.thinking_schema import Effort, thinking_options
 from ..shared.tool_schema import MAX_TOOLS, ToolChoice, required_call, tool_name
+from .response_memory import PREVIOUS
 from .response_tools import CUSTOM_INPUT, SEARCH, ResponsesTool, ToolSet, tool_set
 
 _UNSUPPORTED: Final = {
@@ -29,7 +30,6 @@ _KINDS: Final = {
     "summary": "reasoning",
     "content": "message",
 }
-PREVIOUS: Final = "previous_response_id"
 
 
 class InputItem(HistoryBody):
@@ -125,10 +125,10 @@ class ResponsesBody(AnswerBody, TolerantBody):
         for name, why in _UNSUPPORTED.items():
             if getattr(self, name) is not None:
                 raise UnsupportedParameter(f"'{name}' is not supported: {why}", param=name)
-        if self.background and not self.store:
-            raise InvalidRequest(
-                "'background' needs \"store\": true, so that the answer can be read later; add it, "
-                "or leave 'background' out",
+        if self.background:
+            raise UnsupportedParameter(
+                "'background' is not supported: an answer ends with its client's connection; leave "
+                "it out and read the stream",
                 param="background",
             )
         text_format = self.text.format if self.text else None

@@ -46,7 +46,7 @@ from .profile_file import ProfileFile, profiled
 Events = AsyncGenerator[NumberedEvent | None]
 """The events of an answer's choices; None when a heartbeat is due."""
 
-STATUS_HEARTBEATS: Final = 3
+_STATUS_HEARTBEATS: Final = 3
 """Heartbeats for which an answer's status waits for its first event, which may be a refusal."""
 
 
@@ -102,12 +102,12 @@ class Answering:
         # A refusal decides the status: it is waited for, but not for long, or a client could take
         # the node for dead.
         first: NumberedEvent | None = None
-        for _ in range(STATUS_HEARTBEATS):
+        for _ in range(_STATUS_HEARTBEATS):
             if (first := await anext(events, None)) is not None:
                 break
         wire = wire_format(path)
         writer = _Writer(exchange.renderers, silence, wire.stream_type == EVENT_STREAM)
-        frames = _frames(first, events, writer, exchange.fault or wire.frame)
+        frames = _frames(first, events, writer, exchange.fault or wire.frame, exchange.close)
         response = EventStream(frames, wire.stream_type)
         notes = first[1].notes if first and isinstance(first[1], Started) else ()
         response.headers.update(ignored_header([*exchange.ignored, *notes], path))
@@ -149,7 +149,7 @@ async def _collect(
         ends[number] = event
         if len(ends) == count:
             return answers, [ends[number] for number in range(count)]
-    raise unfinished()
+    raise _unfinished()
 
 
 def _add(answer: WholeAnswer, event: Event) -> None:
@@ -207,6 +207,7 @@ async def _frames(
     events: Events,
     writer: _Writer,
     fault_frames: Callable[[HttpFault], bytes],
+    close: Callable[[], None],
 ) -> AsyncGenerator[bytes]:
     """The stream of an answer; an ExoNodeError becomes its last frames."""
     async with aclosing(events):
@@ -220,11 +221,13 @@ async def _frames(
                     yield frames
                 if writer.is_complete:
                     return
-            raise unfinished()
+            raise _unfinished()
         except ExoNodeError as error:
             yield fault_frames(fault_of(error))
+        finally:
+            close()
 
 
-def unfinished() -> ExoNodeError:
+def _unfinished() -> ExoNodeError:
     """The error of events that lack their last one."""
     return ExoNodeError("the answer ended without its final event; please report this")

@@ -294,6 +294,13 @@ def test_a_request_in_the_shape_of_codexs_is_served(node: Node) -> None:
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
+        ({"background": True, "store": True}, "background"),
+        ({"background": "yes"}, "background"),
+        ({"store": "yes"}, "store"),
+        ({"previous_response_id": ""}, "previous_response_id"),
+        ({"previous_response_id": 5}, "previous_response_id"),
+        ({"conversation": "c"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].id"),

@@ -264,16 +264,6 @@ def test_a_page_is_signed_in_by_the_node_that_serves_it(path: str) -> None:
     assert heads.requests == []
 
 
-@pytest.mark.parametrize(
-    ("method", "end"), [("GET", ""), ("DELETE", ""), ("GET", "/input_items"), ("POST", "/cancel")]
-)
-def test_a_stored_response_is_read_at_the_node_that_answered(method: str, end: str) -> None:
-    heads = Heads({OLD: whole})
-    reply = ask(heads, method, f"/v1/responses/resp_1{end}")
-    assert (reply.status, reply.error["code"]) == (404, "response_not_found")
-    assert heads.requests == []
-
-
 def test_a_client_that_reconnects_tells_the_head_what_it_saw() -> None:
     requests: list[Any] = []
 

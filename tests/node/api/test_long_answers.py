@@ -6,13 +6,11 @@ import json
 import time
 import tracemalloc
 from collections.abc import AsyncGenerator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes import FINISHED, repeats
 from http_node import BODIES, serving_fakes
-from stored import serving_stored, store_in
 
 from exo_node.node.api.http.dialects import WholeAnswer
 from exo_node.node.api.http.long_bodies import json_response
@@ -116,15 +114,14 @@ PROMPT = [PromptLogprobs(ENTRIES[at : at + 250]) for at in range(0, TOKENS, 250)
     ],
 )
 def test_the_loop_runs_while_the_longest_answers_are_given(
-    tmp_path: Path, path: str, fields: dict[str, Any], events: Any
+    path: str, fields: dict[str, Any], events: Any
 ) -> None:
     script = Watched(*events)
-    with serving_stored(store_in(tmp_path, max_conversation=40_000_000)) as node:
+    with serving_fakes() as node:
         node.chat.scripts["demo"] = script
         reply = node.ask("POST", path, {"model": "demo", **BODIES[path], **fields})
-        stored = node.ask("GET", f"{path}/{reply.json['id']}") if path == "/v1/responses" else reply
         longest = max(script.gaps)
-    assert reply.status == 200 and reply.json == stored.json
+    assert reply.status == 200
     assert longest < GAP_S
     if "n" in fields:
         choices = reply.json["choices"]

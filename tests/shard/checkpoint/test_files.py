@@ -10,7 +10,6 @@ from exo_node.shard.checkpoint.files import write_atomic
 
 ROOT = Path(__file__).parents[3]
 WRITERS = {
-    "node/responses/database.py",
     "node/store/hub_cache.py",
     "node/store/transfers.py",
     "shard/checkpoint/files.py",
@@ -18,7 +17,7 @@ WRITERS = {
     "shard/tools/convert/graft.py",
     "shard/tools/convert/shards.py",
 }
-"""The one writer; a damaged database, which is set aside; the hub cache's blobs on a disk without
+"""The one writer; the hub cache's blobs on a disk without
 links; partial files of downloads and copies, which outlive their processes; machine code, which is
 lost without harm; and weights, which MLX writes, and which do not fit into memory as bytes."""
 
