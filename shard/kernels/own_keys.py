@@ -90,7 +90,7 @@ class OwnKeys:
         spans = spans_of(queries, keys, cache, mask)
         if spans is None or self._may_be_whole(queries, keys, values, cache, sinks):
             return stock(queries, keys, values, cache, scale, mask, sinks)
-        return row_by_row(queries, keys, values, spans, scale, mask, sinks)
+        return row_by_row(queries, keys, values, spans, scale, mask, sinks, slots_of(cache))
 
     def _may_be_whole(
         self, queries: mx.array, keys: mx.array, values: mx.array, cache: Any, sinks: Any
@@ -158,6 +158,11 @@ def spans_of(queries: mx.array, keys: Any, cache: Any, mask: Any) -> list[list[K
     return None
 
 
+def slots_of(cache: Any) -> int:
+    """Requests for which the buffers of a cache have room."""
+    return cache.arrays[0].shape[0] if isinstance(cache, BatchKVCache) else 1
+
+
 def row_by_row(
     queries: mx.array,
     keys: mx.array,
@@ -166,8 +171,10 @@ def row_by_row(
     scale: float,
     mask: Any,
     sinks: mx.array | None = None,
+    slots: int = 1,
 ) -> mx.array:
-    """Attention in one call for each row, (B, heads, n, D); `spans`: each row's keys."""
+    """Attention in one call for each row, (B, heads, n, D); `spans`: each row's keys. `slots`: see
+    `around_cudnn`."""
 
     def attend(b: int, i: int, span: KeySpan) -> mx.array:
         one, read = slice(b, b + 1), slice(span.first, span.end)
@@ -178,6 +185,7 @@ def row_by_row(
             scale,
             _mask_of(mask, b, i, span),
             sinks,
+            slots,
         )
 
     requests = [
@@ -199,10 +207,11 @@ def one_row(
     scale: float,
     mask: mx.array | None = None,
     sinks: mx.array | None = None,
+    slots: int = 1,
 ) -> mx.array:
-    """Attention of one row of one request, (1, heads, 1, D)."""
+    """Attention of one row of one request, (1, heads, 1, D). `slots`: see `around_cudnn`."""
     if mask is None and cuda.available() and queries.shape[3] <= _CUDNN_SIZE:
-        return around_cudnn(queries, keys, values, scale, sinks)
+        return around_cudnn(queries, keys, values, scale, sinks, slots)
     return mx.fast.scaled_dot_product_attention(
         queries, keys, values, scale=scale, mask=mask, sinks=sinks
     )
@@ -214,22 +223,37 @@ def around_cudnn(
     values: mx.array,
     scale: float,
     sinks: mx.array | None,
+    slots: int = 1,
 ) -> mx.array:
     """`one_row` by MLX's own kernel on CUDA, with the bits that it has anywhere.
 
-    For one row, cuDNN is chosen by the size of the buffer that the keys are a slice of, and differs
-    from call to call. It is not taken where key heads lie along the batch's axis, nor where the
-    batch is a repeated request, as it is here with sinks, which belong to heads, and one key head.
+    `slots`: requests of the buffers that keys and values are slices of.
     """
     batch, heads, rows, size = queries.shape
-    key_heads = keys.shape[1]
+    lanes = (hidden_from_cudnn(each, slots, has_sinks=sinks is not None) for each in (keys, values))
     attend = partial(mx.fast.scaled_dot_product_attention, scale=scale)
-    if sinks is None and key_heads > 1:
-        grouped = queries.reshape(key_heads, heads // key_heads, rows, size)
-        out = attend(grouped, keys.swapaxes(0, 1), values.swapaxes(0, 1))
+    if sinks is None:
+        groups = keys.shape[1]
+        out = attend(queries.reshape(groups, heads // groups, rows, size), *lanes)
         return out.reshape(batch, heads, rows, -1)
-    twice = (mx.broadcast_to(each, (2, *each.shape[1:])) for each in (queries, keys, values))
-    return attend(*twice, sinks=sinks)[:1]
+    keys, values = lanes
+    return attend(
+        mx.broadcast_to(queries, (keys.shape[0], *queries.shape[1:])), keys, values, sinks=sinks
+    )[:1]
+
+
+def hidden_from_cudnn(array: mx.array, slots: int, *, has_sinks: bool) -> mx.array:
+    """Keys or values (1, key heads, n, D) of one request, as a view that cuDNN does not take.
+
+    For one row MLX takes cuDNN, which differs from call to call, where the buffer has B x heads x D
+    x (stride of a head / stride of a row) numbers. It reads that buffer from its beginning then, so
+    from other requests if there are as many as B by chance. So heads lie along the batch's axis,
+    beside a new one, whose stride is 1. Sinks belong to heads: there the request is repeated, to
+    another number than the buffer's requests.
+    """
+    if has_sinks:
+        return mx.broadcast_to(array, (3 if slots == 2 else 2, *array.shape[1:]))
+    return mx.expand_dims(mx.squeeze(array, 0), 1)
 
 
 def _mask_of(mask: Any, b: int, i: int, span: KeySpan) -> mx.array | None:
@@ -246,6 +270,5 @@ def _attend(
     """The attention of a block: mlx-lm's, and row by row."""
     scale, spans = queries.shape[3] ** -0.5, spans_of(queries, keys, cache, mask)
     whole = stock(queries, keys, values, cache, scale, mask, sinks)
-    return whole, row_by_row(
-        queries, keys, values, cast("list[list[KeySpan]]", spans), scale, mask, sinks
-    )
+    rows = cast("list[list[KeySpan]]", spans)
+    return whole, row_by_row(queries, keys, values, rows, scale, mask, sinks, slots_of(cache))

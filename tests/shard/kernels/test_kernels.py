@@ -134,6 +134,28 @@ def test_every_layer_of_a_model_gets_its_kernel_with_its_figures(
     assert [layer.kernel for layer in layers] == [on_gpu["delta"]] * 3  # pyright: ignore
 
 
+@pytest.mark.parametrize(("rows_differ", "is_used"), [(False, False), (True, True)])
+def test_a_slower_product_is_used_where_mlxs_rows_depend_on_each_other(
+    on_gpu: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    rows_differ: bool,
+    is_used: bool,
+) -> None:
+    del on_gpu
+
+    def stock(layer: Any, x: mx.array) -> mx.array:
+        """MLX's, which has a kernel of its own from eight rows on."""
+        return layer(x) + (1e-6 if rows_differ and x.shape[1] >= 8 else 0.0)
+
+    monkeypatch.setattr(product, "stock", stock)
+    ours_then_mlxs = clock([0.0, 1.3] * 4 + [0.0, 1.0] * 4)
+    [chosen] = kernel_choice.choose_kernels(
+        [nn.Linear(64, 32, bias=False)], "auto", ours_then_mlxs, lambda _: None
+    )
+    assert chosen.kernel == "product" and chosen.used == is_used, chosen
+
+
 def as_it_is(function: Any) -> Any:
     """In place of `mx.compile`, which rounds elsewhere on a CPU."""
     return function
@@ -319,6 +341,9 @@ def test_a_kernel_is_used_for_all_shapes_or_for_none() -> None:
     slow = trial.Trial(1, "", (2.0, 2.0), (1.0, 1.0))
     assert trial.pays([quick, quick, slow]) and not trial.pays([quick, slow, slow])
     assert trial.pays([replace(quick, layers=9), slow, slow])
+    slower = replace(slow, own=(1.4, 1.4))
+    assert not trial.pays([slower])
+    assert trial.pays([replace(slower, slack=trial.EXACT_SLACK)])
     assert not trial.pays([]) and not trial.pays([trial.Trial(3, "it is broken")])
     chosen = trial.choice("product", "x", quick, used=False)
     assert chosen.reason.startswith("slower over the model's layers")

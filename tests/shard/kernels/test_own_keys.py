@@ -8,7 +8,7 @@ import copy
 import sys
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
@@ -24,7 +24,7 @@ from exo_node.mtp.caches.positions import Positions
 from exo_node.mtp.caches.window import WindowCache
 from exo_node.mtp.placed_rope import RopePositions
 from exo_node.shard.kernels import cuda, own_keys
-from exo_node.shard.kernels.own_keys import NAME, OwnKeys, group_keys, one_row
+from exo_node.shard.kernels.own_keys import NAME, OwnKeys, group_keys, hidden_from_cudnn, one_row
 from exo_node.shard.kernels.trial import random_rows
 from exo_node.shard.model.stage_model import StageModel
 
@@ -218,15 +218,42 @@ def test_a_row_around_cudnn_has_the_numbers_of_mlx(
     out = one_row(q, k, v, 0.25, sinks=sink)
     assert out.shape == expected.shape
     assert mx.array_equal(out, expected).item()
-    # cuDNN takes keys (1, key heads, keys, size) that are a whole buffer or its first rows.
-    assert [each.shape[0] for each in taken] == [2 if sinks or key_heads == 1 else key_heads]
+    assert [each.shape[0] for each in taken] == [2 if sinks else key_heads]
+
+
+def is_taken_by_cudnn(view: mx.array, buffer: mx.array) -> bool:
+    """Whether MLX would take a view of `buffer` for the rows of a cache that cuDNN may read."""
+    mx.eval(view)
+    _, of_head, of_row, _ = cast("tuple[int, ...]", memoryview(cast("Any", view)).strides)
+    rows = of_head // of_row
+    return view.size // view.shape[2] * rows == buffer.size and rows % 256 == 0
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("key_heads", [1, 2, 4, 8])
+def test_cudnn_takes_no_row_of_any_batch(key_heads: int, slots: int) -> None:
+    buffer = mx.zeros((slots, key_heads, 512, SIZE))
+    keys = buffer[slots - 1 :, :, :300]
+    for has_sinks in (False, True):
+        view = hidden_from_cudnn(keys, slots, has_sinks=has_sinks)
+        assert view.shape[2:] == keys.shape[2:]
+        assert not is_taken_by_cudnn(view, buffer)
+    # What it would take: a cache's own rows, heads along the batch's axis, a request repeated.
+    assert is_taken_by_cudnn(keys, buffer) == (slots == 1)
+    if key_heads > 1:
+        assert is_taken_by_cudnn(keys.swapaxes(0, 1), buffer) == (slots == key_heads)
+        twice = mx.broadcast_to(keys, (2, *keys.shape[1:]))
+        assert is_taken_by_cudnn(twice, buffer) == (slots == 2)
 
 
 def test_a_single_step_of_any_cache_goes_around_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     around = list[int]()
 
-    def noted(q: mx.array, k: mx.array, v: mx.array, scale: float, sinks: None) -> mx.array:
+    def noted(
+        q: mx.array, k: mx.array, v: mx.array, scale: float, sinks: None, slots: int
+    ) -> mx.array:
         around.append(k.shape[2])
+        assert slots == 1
         return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, sinks=sinks)
 
     monkeypatch.setattr(cuda, "available", lambda: True)
