@@ -1,12 +1,8 @@
 """Two nodes as processes: discovery, trust, split models with the same ids, orderly ends."""
 
-import json
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack
-from http.client import HTTPResponse
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from engines import ORACLE, STORY, answer, request, whole_engine
@@ -20,7 +16,6 @@ from nodes import (
     node,
     sees,
     statuses,
-    struck,
 )
 from trials import NEVER_END
 
@@ -164,48 +159,3 @@ def test_a_joining_node_does_not_replace_the_head_whose_orderly_end_stops_its_st
             eventually(lambda: not alive(pid), WITHIN_S)
             assert_other_left(second)
             assert second.chat("Who are you?", max_tokens=2)["choices"]
-
-
-def _events_of_kind(response: HTTPResponse, kind: str) -> Iterator[Any]:
-    """Yields the events of a kind as they arrive."""
-    for line in response:
-        if line.startswith(b"data: "):
-            event = json.loads(line.removeprefix(b"data: "))
-            if event["kind"] == kind:
-                yield event
-
-
-def suspicions(running: Node) -> list[str]:
-    return [e["text"] for e in events(running) if e["kind"] in ("suspected", "died")]
-
-
-def test_seventy_forwarded_event_streams_get_each_event_and_no_node_is_suspected(
-    pair: tuple[Node, Node],
-) -> None:
-    """They share the connection to the head with everything else that is forwarded."""
-
-    def none_suspected() -> Literal[True] | None:
-        before = [suspicions(running) for running in pair]
-        assert_all_streams_get_an_event(*head_of(pair))
-        return True if [suspicions(running) for running in pair] == before else None
-
-    # A machine that stalls for a second causes suspicions without them too, though not each time.
-    assert struck(none_suspected)
-
-
-def assert_all_streams_get_an_event(head: Node, other: Node) -> None:
-    with ExitStack() as stack:
-        followed: list[HTTPResponse] = []
-        for _ in range(70):
-            connection = other.connect(other.port, WITHIN_S)
-            _ = stack.callback(connection.close)
-            connection.request("GET", "/v1/events?limit=0")
-            followed.append(connection.getresponse())
-        assert [response.status for response in followed] == [200] * 70
-        placed = other.call("POST", "/v1/placements", {"model": "demo", "max_nodes": 1})
-        assert placed.status == 200, placed
-        for response in followed:
-            assert placed.body["id"] in json.dumps(next(_events_of_kind(response, "placed")))
-        assert other.chat("Who are you?", max_tokens=4)["choices"]
-        time.sleep(3)  # longer than a silence takes to be suspected
-        eventually(lambda: sees(head, 2) and sees(other, 2), WITHIN_S)

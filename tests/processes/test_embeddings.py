@@ -1,10 +1,10 @@
-"""Real nodes with an embedder: the official clients, both doors, a runner killed in the middle."""
+"""Real nodes with an embedder: both doors, cuts of inputs, a runner killed in the middle."""
 
 import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -31,12 +31,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]
         eventually(lambda: sees(one, 2) and sees(two, 2), CALL_S)
         cluster = one.call("GET", "/v1/cluster").body
         yield (one, two) if cluster["head"] == cluster["self"] else (two, one)
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 def post(door: Node, path: str, **fields: Any) -> Any:
@@ -89,27 +83,6 @@ def test_ids_get_the_end_token_unless_they_have_it(pair: tuple[Node, Node]) -> N
     tokens = post(pair[0], "/v1/tokenize", prompt=TEXTS[0])["tokens"]
     assert tokens == INPUTS[0]
     assert vectors_of(pair[0], tokens) == vectors_of(pair[0], tokens[:-1])
-
-
-def test_openais_client(pair: tuple[Node, Node], stack: ExitStack) -> None:
-    package = pytest.importorskip("openai")
-    url = f"http://127.0.0.1:{pair[1].port}/v1"
-    client = stack.enter_context(package.OpenAI(base_url=url, api_key="any", max_retries=0))
-    got = client.embeddings.create(model=MODEL, input=TEXTS)
-    assert are_the_oracles([each.embedding for each in got.data])
-    assert got.usage.prompt_tokens == sum(map(len, INPUTS.values()))
-    short = client.embeddings.create(model=MODEL, input=TEXTS[0], dimensions=8)
-    vector = short.data[0].embedding
-    assert len(vector) == 8 and abs(sum(x * x for x in vector) - 1) < NEAR
-    with pytest.raises(package.BadRequestError, match="is an embedder") as refused:
-        client.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": "hi"}], stream=True
-        )
-    assert refused.value.param == "model"
-    with pytest.raises(package.BadRequestError, match="demo is no embedder") as refused:
-        client.embeddings.create(model="demo", input="hi")
-    assert refused.value.param == "model"
-    assert not any(stage["model"] == "demo" for each in pair for stage in each.stages())
 
 
 @pytest.mark.parametrize(

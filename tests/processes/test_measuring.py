@@ -235,21 +235,6 @@ def require_calm(running: Node) -> None:
     assert "Traceback" not in running.log.read_text(errors="replace")
 
 
-def test_an_unload_and_a_load_in_the_middle_of_a_measurement(
-    disturbed: Node, pieces: Pieces
-) -> None:
-    for _ in range(2):
-        name = load(disturbed, "demo")
-        pieces.wait_for_more()
-        assert disturbed.call("DELETE", f"/v1/placements/{name}").status == 200
-        assert disturbed.stages() == []
-    _ = load(disturbed, "demo")
-    pieces.wait_for_more()
-    assert story(disturbed)["batching_reason"].startswith("not measured yet")
-    pieces.hurry()
-    require_calm(disturbed)
-
-
 def test_a_flood_of_chats_and_a_kill_in_the_middle_of_a_measurement(
     disturbed: Node, pieces: Pieces
 ) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from nodes import chat_body, copy_key, eventually, grpc_address, node, sees
+from nodes import chat_body, node
 
 PROXIES: tuple[str, ...] = ("http_proxy", "https_proxy", "grpc_proxy")
 
@@ -72,18 +72,6 @@ def test_no_call_of_a_node_goes_through_a_proxy(
     # What is asked of the hub goes there, and nothing else.
     hosts = {b"/".join(call.split(b"/")[:3]) for call in dead.calls}
     assert hosts == ({b"GET http://hub.invalid"} if "http_proxy" in names else set())
-
-
-def test_peers_are_called_past_a_proxy(tmp_path: Path) -> None:
-    with proxy() as dead:
-        env = dict.fromkeys(PROXIES, dead.url)
-        with node(tmp_path / "a", "--no-mdns", env=env) as first:
-            second_dir = copy_key(first, tmp_path / "b")
-            flags = ("--no-mdns", "--peer", grpc_address(first))
-            with node(second_dir, *flags, env=env) as second:
-                eventually(lambda: sees(first, 2) and sees(second, 2), 60)
-                assert second.chat("Hello", max_tokens=3)["usage"]["completion_tokens"] == 3
-    assert dead.calls == []
 
 
 BEHIND_A_PROXY = """

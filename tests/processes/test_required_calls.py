@@ -52,9 +52,6 @@ class Now(BaseModel, extra="forbid"):
     zone: Literal["local", "utc"]
 
 
-PARAMETERS = Weather.model_json_schema()
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     folder = tmp_path_factory.mktemp("calls")
@@ -108,33 +105,6 @@ def test_openais_parse_returns_instances_of_its_tools_models(
         [call] = whole.message.tool_calls
         assert isinstance(call.function.parsed_arguments, Weather | Now)
         assert choice == "required" or isinstance(call.function.parsed_arguments, Weather)
-
-
-def test_anthropics_client_receives_the_call(
-    served: Node, closing: ExitStack, wish: dict[str, Any]
-) -> None:
-    anthropic: Any = pytest.importorskip("anthropic")
-    base = f"http://127.0.0.1:{served.port}"
-    client: Any = closing.enter_context(
-        anthropic.Anthropic(base_url=base, api_key="any", max_retries=0)
-    )
-    fields: dict[str, Any] = {
-        "model": wish["model"],
-        "messages": ASK,
-        "max_tokens": 1000,
-        "tools": [{"name": "Weather", "description": "", "input_schema": PARAMETERS}],
-        "thinking": {"type": "disabled"},
-    }
-    # A random model that may call twice may also write calls until its tokens are used up.
-    one = {"disable_parallel_tool_use": True}
-    for choice in ({"type": "any", **one}, {"type": "tool", "name": "Weather", **one}):
-        message = client.messages.create(**fields, tool_choice=choice)
-        *_, block = message.content
-        assert (block.type, message.stop_reason) == ("tool_use", "tool_use")
-        _ = Weather.model_validate(block.input)
-    with client.messages.stream(**fields, tool_choice={"type": "any", **one}) as stream:
-        *_, block = stream.get_final_message().content
-    _ = Weather.model_validate(block.input)
 
 
 def test_the_demo_calls_and_continues_after_the_result(served: Node, closing: ExitStack) -> None:

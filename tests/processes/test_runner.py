@@ -172,19 +172,6 @@ def test_a_load_that_fails_names_its_cause(tmp_path: Path, case: str) -> None:
     assert caught.value.message
 
 
-@pytest.mark.parametrize("case", ["no tokenizer", "layers that are not there"])
-def test_a_load_that_fails_is_reported_and_ends_the_process_without_a_traceback(
-    tmp_path: Path, case: str
-) -> None:
-    change, changes, code = FAILURES[case]
-    folder = demo_with(tmp_path, change)
-    with Child(spec(folder, **changes), tmp_path / "stderr") as child:
-        failure = child.until("failure").failure
-        assert (failure.code, child.process.wait(WITHIN_S)) == (code, 1)
-        assert failure.message
-        assert "Traceback" not in child.stderr
-
-
 async def test_a_failed_load_leaves_neither_state_nor_process(
     tmp_path: Path,
 ) -> None:

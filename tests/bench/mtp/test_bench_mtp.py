@@ -18,7 +18,7 @@ from exo_node.placement.errors import InvalidSettings
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.tools.child import parse_request
 from exo_node_bench.mtp.arm_tables import as_text
-from exo_node_bench.mtp.main import run_bench, write_results
+from exo_node_bench.mtp.main import run_bench
 from exo_node_bench.mtp.request import BenchRequest
 from exo_node_bench.mtp.results import Results
 
@@ -188,21 +188,6 @@ def test_without_a_head_only_k_0_runs_and_the_reason_is_shown(headless: Results)
     assert headless.no_drafts == "no head, says a test"
     assert headless.costs is None
     assert as_text(headless).endswith("only K=0 ran: no head, says a test")
-
-
-def test_where_lookup_is_off_its_arms_do_not_run_and_the_reason_is_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stage_spec = small_spec(native_mtp=False, lookup_off_reason="off by a test")
-    results = run_bench(bench_request(tmp_path, lookup=True), stage_spec)
-    assert [arm.arm for arm in results.arms] == ["K=0"]
-    assert "no arms with prompt lookup: off by a test" in capsys.readouterr().err
-
-
-def test_results_that_cannot_be_written_are_one_error(headless: Results, tmp_path: Path) -> None:
-    _ = (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidSettings, match=r"^--output: .*cannot be written"):
-        write_results(headless, tmp_path / "file")
 
 
 # ------------------------------------------------------------------------------ refusals

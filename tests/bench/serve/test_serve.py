@@ -15,9 +15,6 @@ from nodes import eventually
 from openai_server import TOKENS, OpenAiServer
 from typer.testing import Result
 
-from exo_node.placement.errors import InvalidSettings
-from exo_node_bench.folder import claim
-
 Row = dict[str, str]
 
 
@@ -105,14 +102,6 @@ def test_the_turns_after_a_lost_one_count_as_lost(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert (row["completed"], row["failed"]) == ("1", "2")
     assert len(server.bodies) == 5
-
-
-def test_a_server_without_usage_is_counted_by_events(tmp_path: Path) -> None:
-    arguments = ("--workloads", "32", "--concurrency", "1", "--requests", "2", *ONCE)
-    result, [row] = bench(tmp_path, *arguments, plain=OpenAiServer(usage=False))
-    assert result.exit_code == 0
-    assert (row["output_tokens_by"], row["total_output_tokens"]) == ("events", str(2 * TOKENS))
-    assert row["total_input_tokens"] == ""
 
 
 def test_after_the_limit_each_client_has_one_answer_and_no_repeat_begins(tmp_path: Path) -> None:
@@ -209,12 +198,6 @@ def test_a_disk_that_fills_up_loses_no_figure(
     assert result.exit_code == 1
     assert "TOKENS/S" in result.output
     assert "cannot be written to any more (No space left on device)" in result.output
-
-
-def test_of_two_benches_at_once_one_has_the_folder(tmp_path: Path) -> None:
-    claim(tmp_path / "out", "serve.json")
-    with pytest.raises(InvalidSettings, match="is not empty; name a new folder"):
-        claim(tmp_path / "out", "serve.json")
 
 
 def test_ctrl_c_leaves_a_page_of_what_was_measured(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from nodes import eventually
 
 from exo_node.node.trust.api_tokens import ApiTokens
 from exo_node.node.trust.local_token import TOKEN_HEADER, LocalToken
-from exo_node.node.trust.token_file import TOKENS_FILE, create_token, revoke_token
+from exo_node.node.trust.token_file import create_token, revoke_token
 
 CHAT = "/v1/chat/completions"
 DIALECTS = {
@@ -180,19 +180,6 @@ def test_beyond_loopback_a_key_is_needed_also_where_there_is_no_token(tmp_path: 
         assert node.ask("GET", "/v1/models", headers=bearer(token)).status == 200
 
 
-def test_a_broken_file_refuses_tokens_and_not_the_key_or_the_user(tmp_path: Path) -> None:
-    token = create_token(tmp_path, "laptop")
-    local = LocalToken(secrets.token_hex(32))
-    _ = (tmp_path / TOKENS_FILE).write_bytes(b"{")
-    with serving_fakes(tokens=ApiTokens(tmp_path), token=local) as node:
-        assert node.ask("GET", "/v1/models", headers=bearer(token)).status == 401
-        assert node.ask("GET", "/v1/models").status == 401
-        assert node.ask("GET", "/v1/models", headers={TOKEN_HEADER: local.text}).status == 200
-        assert node.ask("GET", "/health/live").status == 200
-    with serving_fakes(api_key="key", tokens=ApiTokens(tmp_path), token=local) as node:
-        assert node.ask("GET", "/v1/models", headers=bearer("key")).status == 200
-
-
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v1/audio/speech", "/v1/placements/"])
 def test_what_is_not_served_needs_no_token_of_the_users(served: Served, path: str) -> None:
     """A client learns that there is nothing, and not that it lacks a token."""
@@ -212,10 +199,3 @@ def test_a_token_is_in_no_log(served: Served, caplog: pytest.LogCaptureFixture) 
     # The guard logs once the response is on its way: the client may be ahead of it.
     eventually(lambda: f"POST {CHAT} 401" in caplog.text, PATIENCE_S)
     assert token[4:] not in caplog.text
-
-
-def test_strange_keys_are_refused_and_the_next_good_one_is_not(served: Served) -> None:
-    token = create_token(served.folder, "laptop")
-    for strange in ("", " ", "é", "\xff" * 100, "x" * 4000, f"{token} {token}", f'"{token}"'):
-        assert served.get({"x-api-key": strange}).status == 401, strange
-    assert served.get(bearer(token)).status == 200

@@ -258,15 +258,6 @@ def test_numbers_that_are_not_finite_are_counted() -> None:
     assert of_demo(samples, "vllm:request_success_total", finished_reason="error") == 1
 
 
-def test_a_models_identity_is_the_last_one_that_drafts_reported() -> None:
-    totals = Totals()
-    for changes in ({"greedy_identity": "near_tie"}, {}, PLAIN):
-        totals.add(DEMO, 6, stats_of(6, **changes))
-    samples = sampled(Metrics(totals).render(STATE))
-    identities = [dict(labels) for (name, labels) in samples if name.endswith("identity_info")]
-    assert [each["greedy_identity"] for each in identities] == ["bitwise"]
-
-
 def counters(text: bytes) -> Samples:
     families = [f for f in text_string_to_metric_families(text.decode())]
     cumulative = {f.name for f in families if f.type in ("counter", "histogram")}
