@@ -39,6 +39,6 @@ echo "$answer"
 curl --silent --fail --output page "http://127.0.0.1:$EXO_PORT/"
 grep --quiet '<script' page
 curl --silent --fail --output /dev/null "http://127.0.0.1:$EXO_PORT/static/vendor/htm-preact.module.js"
-"$exo" models --catalog >catalog
-grep --quiet Qwen catalog
+"$exo" models show Qwen/Qwen3.6-27B >card
+grep --quiet "64 layers" card
 "$exo" verify demo --quick

@@ -6,15 +6,13 @@ from typing import Annotated, Any, Final
 from ...placement.errors import InvalidSettings
 from . import output
 from .client import call, connect
-from .flags import AsJson, DataDir, LocalPort, group, option, switch
-from .load import preview_path, preview_text
+from .flags import AsJson, DataDir, LocalPort, group, switch
 from .output import Json, table, texts
 from .times import TIMES
 
 _PROFILE: Final = "/v1/cluster/profile"
 _INSTALL: Final = "`pip install 'exo-node[bench]'`, or in a checkout `pip install ./bench`, adds it"
 
-_PlacedModel = Annotated[str | None, option("ID", "Say where this model would be placed, and why.")]
 _Measure = Annotated[bool, switch("Measure every link anew first.", "--measure")]
 
 bench = group("Measure models on this machine, and the cluster.")
@@ -47,7 +45,6 @@ _add_benches()
 
 @bench.command()
 def cluster(
-    model: _PlacedModel = None,
     measure: _Measure = False,
     port: LocalPort = None,
     data_dir: DataDir = None,
@@ -60,14 +57,10 @@ def cluster(
     """
     endpoint = connect(port, data_dir)
     profile = call(endpoint, _PROFILE, {} if measure else None, timeout_s=TIMES.measure_s)
-    preview = None if model is None else call(endpoint, preview_path(model, {}))
     if as_json:
-        output.print_json({"profile": profile, "plan": preview})
-        return
-    parts = [profile_text(profile, output.terminal_width())]
-    if preview is not None:
-        parts.append(preview_text(preview))
-    print("\n\n".join(parts))
+        output.print_json({"profile": profile})
+    else:
+        print(profile_text(profile, output.terminal_width()))
 
 
 def profile_text(profile: Json, width: int | None = None) -> str:

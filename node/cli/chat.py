@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol
 
@@ -31,8 +30,8 @@ HELP: Final = """\
 /help                what you are reading
 /model [ID]          the model that answers, or another one
 /system [TEXT]       the system prompt; without TEXT none
-/set [NAME VALUE]    temperature, top_p, top_k, min_p, max_tokens or seed; - takes it back
-/k [N]               tokens drafted a round, 0 for none; without N the model's own
+/set [NAME VALUE]    temperature, top_p, top_k, min_p, max_tokens, seed or num_draft_tokens
+                     (drafts a round, 0 for none); - takes it back
 /stats               the last answer's numbers
 /clear               a new conversation
 /save FILE           what was said, as JSON
@@ -40,18 +39,7 @@ HELP: Final = """\
 Ctrl-C ends the answer, not the session. Alt-Enter begins a new line; a text of several lines may
 also stand between lines of \"\"\"."""
 _K: Final = "num_draft_tokens"
-_ANY_K: Final = 1 << 30
-BOUNDS: Final[Mapping[str, tuple[type[int] | type[float], float, float]]] = {
-    "temperature": (float, 0, 2),
-    "top_p": (float, 0, 1),
-    "top_k": (int, 0, 2**32 - 1),
-    "min_p": (float, 0, 1),
-    "max_tokens": (int, 1, 2**32 - 1),
-    "seed": (int, 0, 2**64 - 1),
-    _K: (int, 0, inf),
-}
-"""The type, the least and the most of each number at the node; a model's K has its own limit."""
-_SET: Final = [name for name in BOUNDS if name != _K]
+_SET: Final = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", _K)
 _FENCE: Final = '"""'
 
 _Prompt = Annotated[
@@ -139,12 +127,7 @@ def _pick_model(endpoint: ApiEndpoint) -> str:
 def _converse(endpoint: ApiEndpoint, model: str | None, options: Json, folder: Path) -> None:
     entries = call(endpoint, "/v1/models", timeout_s=60).get("data", [])
     models = tuple(str(entry["id"]) for entry in entries if not entry.get("error"))
-    depths = {
-        str(entry["id"]): int(head["max_k"])
-        for entry in entries
-        if (head := entry.get("native_mtp")) and head.get("max_k")
-    }
-    session = ChatSession(model or _pick_model(endpoint), models, options, depths=depths)
+    session = ChatSession(model or _pick_model(endpoint), models, options)
     terminal = Terminal(folder, tuple(f"/model {id}" for id in models))
     run(session, terminal, lambda body: stream(endpoint, _CHAT, body))
 
@@ -171,8 +154,6 @@ class ChatSession:
     system: str = ""
     messages: list[Json] = field(default_factory=list[Json])
     stats: Mapping[str, Any] | None = None
-    depths: Mapping[str, int] = field(default_factory=dict[str, int])
-    """The most drafts a round of each model that has a draft head."""
 
     def body(self) -> Json:
         first = [{"role": "system", "content": self.system}] if self.system else []
@@ -192,8 +173,6 @@ class ChatSession:
                 return "the system prompt is set" if self.system else "there is no system prompt"
             case "set":
                 return self._set(rest.split())
-            case "k":
-                return self._draft(rest.strip() or "-")
             case "stats":
                 return stats_line(self.stats) if self.stats else "nothing was answered yet"
             case "clear":
@@ -213,18 +192,7 @@ class ChatSession:
         if self.models and id not in self.models:
             return f"{escape_controls(id)} is not on this cluster; {', '.join(self.models)} are"
         self.model = id
-        reply = f"{id} answers from now on"
-        if self.options.get(_K, 0) > self.depths.get(id, _ANY_K):
-            reply += f"; {self._number(_K, '-')}"
-        return reply
-
-    def _draft(self, text: str) -> str:
-        most = self.depths.get(self.model, _ANY_K)
-        if text.isdecimal() and int(text) > most:
-            return f"{self.model} drafts at most {most} tokens a round; /k 0 to /k {most}"
-        reply = self._number(_K, text)
-        no_head = self.depths and most == _ANY_K and self.options.get(_K)
-        return f"{reply}, without effect: {self.model} has no draft head" if no_head else reply
+        return f"{id} answers from now on"
 
     def _set(self, words: list[str]) -> str:
         if not words:
@@ -232,21 +200,14 @@ class ChatSession:
             return options or "everything is the model's own"
         if len(words) != 2 or words[0] not in _SET:
             return f"/set NAME VALUE, with one of {', '.join(_SET)}"
-        return self._number(*words)
-
-    def _number(self, name: str, text: str) -> str:
-        kind, least, most = BOUNDS[name]
+        name, text = words
         if text == "-":
             _ = self.options.pop(name, None)
             return f"{name} is the model's own"
         try:
-            value = kind(text)
+            self.options[name] = float(text) if "." in text else int(text)
         except ValueError:
-            return f"{escape_controls(text)} is no {'number' if kind is float else 'whole number'}"
-        if not least <= value <= most:  # NaN too
-            upto = f"to {most}" if most < inf else "or more"
-            return f"{name} is {escape_controls(text)}; give {least} {upto}"
-        self.options[name] = value
+            return f"{escape_controls(text)} is no number"
         return f"{name} is {self.options[name]}"
 
     def _save(self, name: str) -> str:

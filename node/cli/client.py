@@ -140,37 +140,21 @@ def delete(endpoint: ApiEndpoint, path: str) -> None:
         _ = response.read()
 
 
-def read_text(endpoint: ApiEndpoint, path: str, *, timeout_s: float = TIMES.reply_s) -> str:
-    """GET `path`; the text of the response. Raises CommandFailed."""
-    with _response(endpoint, path, None, timeout_s) as response:
-        return response.read().decode(errors="replace")
-
-
 def stream(
-    endpoint: ApiEndpoint, path: str, body: Mapping[str, Any]
+    endpoint: ApiEndpoint, path: str, body: Mapping[str, Any] | None = None
 ) -> Iterator[dict[str, Any] | Comment]:
-    """POST `body` and yield the stream's objects and comments up to `[DONE]`.
+    """POST `body` and yield the stream's objects and comments up to `[DONE]`; GET all without it.
 
     No time limit: a model may load for minutes, and loopback reports a dead node at once.
-    Raises CommandFailed for an error event and for an end without `[DONE]`.
+    Raises CommandFailed for an error event, and for the end of a POST without `[DONE]`.
     """
     with _response(endpoint, path, body, None) as response:
         for event in parse_sse(response.iter_text()):
             if event == "[DONE]":
                 return
             yield event if isinstance(event, Comment) else _as_event(event, endpoint)
-    raise CommandFailed("the node ended the connection before the answer was complete")
-
-
-def follow(endpoint: ApiEndpoint, path: str) -> Generator[dict[str, Any]]:
-    """GET `path` and yield its events' objects until the node ends the stream; no time limit.
-
-    Raises CommandFailed, also for an error event.
-    """
-    with _response(endpoint, path, None, None) as response:
-        for event in parse_sse(response.iter_text()):
-            if not isinstance(event, Comment):
-                yield _as_event(event, endpoint)
+    if body is not None:
+        raise CommandFailed("the node ended the connection before the answer was complete")
 
 
 def parse_sse(chunks: Iterable[str]) -> Iterator[Comment | str]:

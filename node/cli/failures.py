@@ -2,7 +2,6 @@
 
 import errno
 import json
-import re
 from collections.abc import Sequence
 from typing import Any, Final, Protocol, runtime_checkable
 
@@ -21,17 +20,6 @@ _OF_THE_MACHINE: Final = {
     errno.EPERM: "mend its permissions",
 }
 """The faults of a disk and its permissions, with their remedies."""
-
-
-_PLACEMENT_FIELDS: Final = "min_nodes|max_nodes|kv_bits"
-_ALL_FIELDS: Final = f"{_PLACEMENT_FIELDS}|num_draft_tokens|max_tokens"
-"""Fields of the API that flags are called after, and that no other word reads like."""
-
-
-def as_flags(text: str, fields: str = _PLACEMENT_FIELDS) -> str:
-    """`text` of the API with fields as flags: `--min-nodes 1` for `min_nodes = 1`."""
-    pattern = rf"'?(?<![\w-])({fields}|context(?= = \d))\b'?( = )?"
-    return re.sub(pattern, lambda m: f"--{m[1].replace('_', '-')}{' ' * bool(m[2])}", text)
 
 
 @runtime_checkable
@@ -69,9 +57,6 @@ class CommandFailed(ExoNodeError):
         self.exit_code = exit_code
         self.code = code
         self.remedy = remedy
-
-    def sentence(self) -> str:
-        return as_flags(self.message, _ALL_FIELDS)
 
     def as_json(self) -> str:
         remedy = {} if self.remedy is None else {"remedy": self.remedy}

@@ -1,4 +1,4 @@
-"""Flags that several commands share, and the names that a shell completes."""
+"""Flags that several commands share."""
 
 from typing import Annotated, Any
 
@@ -8,32 +8,15 @@ import typer
 
 
 def models_on_disk(incomplete: str) -> list[str]:
-    """Ids of models on disk that begin with the text."""
-    return _names("/v1/models", "id", incomplete)
-
-
-def loaded_models(incomplete: str) -> list[str]:
-    """Loaded models that begin with the text; each names its placements."""
-    return _names("/v1/placements", "model", incomplete)
-
-
-def node_names(incomplete: str) -> list[str]:
-    """Completions of the last name in a list with commas."""
-    before, comma, last = incomplete.rpartition(",")
-    return [f"{before}{comma}{name}" for name in _names("/v1/cluster", "name", last, "nodes")]
-
-
-def _names(path: str, field: str, incomplete: str, within: str = "data") -> list[str]:
-    """Empty without a node: a shell that completes shows no errors."""
+    """Ids of models on disk that begin with the text, for a shell that completes them."""
     from ...placement.errors import ExoNodeError
     from .client import call, connect
 
     try:
-        entries = call(connect(None, None), path, timeout_s=2).get(within, [])
-    except ExoNodeError:
+        entries = call(connect(None, None), "/v1/models", timeout_s=2).get("data", [])
+    except ExoNodeError:  # such as no node: a shell that completes shows no errors
         return []
-    names = (str(entry.get(field)) for entry in entries)
-    return sorted(name for name in names if name.startswith(incomplete))
+    return sorted(id for entry in entries if (id := str(entry.get("id"))).startswith(incomplete))
 
 
 # --------------------------------------------------------------------------------- the flags
@@ -80,13 +63,11 @@ Context = Annotated[int | None, option("TOKENS", "Room for a context of so many.
 KvBits = Annotated[
     int | None, option("BITS", "Attention caches of 8 or 4 bits a number; 0: not quantised.")
 ]
-Nodes = Annotated[
-    str | None, option("A,B", "Just these nodes, in whatever order.", autocompletion=node_names)
-]
+Nodes = Annotated[str | None, option("A,B", "Just these nodes, in whatever order.")]
 Layers = Annotated[
     str | None, option("A:8,B:8", "This split: layers of each, the generator first.")
 ]
-Exclude = Annotated[str | None, option("A,B", "Not these nodes.", autocompletion=node_names)]
+Exclude = Annotated[str | None, option("A,B", "Not these nodes.")]
 
 
 def group(help: str) -> typer.Typer:

@@ -47,12 +47,7 @@ _Replicas = Annotated[
     ),
 ]
 _LoadedModel = Annotated[
-    str,
-    flags.argument(
-        "MODEL",
-        "The id of a loaded model, or of its placement.",
-        autocompletion=flags.loaded_models,
-    ),
+    str, flags.argument("MODEL", "The id of a loaded model, or of its placement.")
 ]
 
 
@@ -122,7 +117,7 @@ def rm(
 ) -> None:
     """Delete a model from this machine's disk."""
     settings, library, _ = this_machine(data_dir, models_dir)
-    for entry in entries_of_node(port, data_dir, catalog=False) or ():
+    for entry in entries_of_node(port, data_dir) or ():
         if entry.get("id") == id and entry.get("loaded"):
             raise ExoNodeError(f"{id} is loaded; `exo-node models unload {id}` unloads it")
     removal = library.removal(id, settings.data_dir / "models")

@@ -188,7 +188,7 @@ class _Commands(TyperGroup):
             as_json = ctx.meta[_AS_JSON]
             if (failure := failure_of(error, as_json=as_json)) is None:
                 raise  # the parser prints its own errors in words
-            line = failure.as_json() if as_json else f"exo-node: {typable(failure.sentence())}"
+            line = failure.as_json() if as_json else f"exo-node: {typable(failure.message)}"
             print(line, file=sys.stderr, flush=True)
             raise typer.Exit(failure.exit_code) from error
 

@@ -8,7 +8,7 @@ import typer
 
 from . import output
 from .client import call, client_settings, find_node
-from .flags import AsJson, DataDir, LocalPort, ModelsDir, argument, switch
+from .flags import AsJson, DataDir, LocalPort, ModelsDir, argument
 from .output import Json, joined, size, table, text_of
 
 if TYPE_CHECKING:
@@ -16,12 +16,8 @@ if TYPE_CHECKING:
     from ..machine.settings import Settings
     from ..store.library import ModelLibrary
 
-_Catalog = Annotated[
-    bool, switch("The models that exo-node has cards of, on disk or not.", "--catalog")
-]
 ModelId = Annotated[str, argument("ID", "A model's id, OWNER/NAME on the hub.")]
 
-_HERE: Final = "this machine"
 _OF_A_NODE: Final = ("loaded", "nodes", "fits", "native_mtp", "prompt_lookup", "mtp")
 """Fields of an entry that a running node knows better than this machine's disk."""
 
@@ -36,7 +32,6 @@ models: Final = typer.Typer(
 @models.callback()
 def list_models(
     context: typer.Context,
-    catalog: _Catalog = False,
     models_dir: ModelsDir = None,
     port: LocalPort = None,
     data_dir: DataDir = None,
@@ -48,23 +43,20 @@ def list_models(
     """
     if context.invoked_subcommand is not None:
         return
-    entries = entries_of_node(port, data_dir, catalog=catalog)
+    entries = entries_of_node(port, data_dir)
     if entries is None:
-        from ..store import listing
+        from ..store.listing import on_disk
 
         _, library, view = this_machine(data_dir, models_dir)
-        read = listing.catalogue if catalog else listing.on_disk
-        entries = read(library, view)
-    if not catalog:
-        entries = [*entries, *gguf_entries(entries)]
+        entries = on_disk(library, view)
+    entries = [*entries, *gguf_entries(entries)]
     if as_json:
         output.print_json({"object": "list", "data": entries})
         return
-    print(list_text(entries, catalog=catalog, width=output.terminal_width()))
-    if not catalog:
-        output.note(
-            "`exo-node models recommend` names models that fit; `exo-node models pull` gets one"
-        )
+    print(list_text(entries, output.terminal_width()))
+    output.note(
+        "`exo-node models recommend` names models that fit; `exo-node models pull` gets one"
+    )
 
 
 @models.command()
@@ -84,7 +76,7 @@ def show(
 
     _, library, view = this_machine(data_dir, models_dir)
     entry = describe(library, id, view)
-    running = entries_of_node(port, data_dir, catalog=False) or ()
+    running = entries_of_node(port, data_dir) or ()
     own_entry = next((each for each in running if each.get("id") == entry["id"]), dict[str, Any]())
     entry |= {name: own_entry[name] for name in _OF_A_NODE if name in own_entry}
     output.print_json(entry) if as_json else print(model_text(entry))
@@ -92,35 +84,34 @@ def show(
 
 @models.command()
 def recommend(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
-    """Name the models that fit here best; those with MTP first."""
+    """Name the models that fit best; those with MTP first.
+
+    They fit the cluster of a running node; without one this machine.
+    """
     from ..store.listing import catalogue, recommended
 
-    _, library, view = this_machine(data_dir, None)
-    here = recommended(catalogue(library, view))
-    cluster = entries_of_node(port, data_dir, catalog=True)
-    others = recommended(cluster) if cluster is not None else []
-    wider = [entry for entry in others if entry["id"] not in {each["id"] for each in here}]
+    entries = entries_of_node(port, data_dir, catalog=True)
+    if entries is None:
+        _, library, view = this_machine(data_dir, None)
+        entries = catalogue(library, view)
+    best = recommended(entries)
     if as_json:
-        output.print_json({"this_machine": here, "cluster": wider})
+        output.print_json({"object": "list", "data": best})
     else:
-        place = "" if cluster is None or _has_company(port, data_dir) else _HERE
-        print(recommendation_text(here, wider, output.terminal_width(), place=place))
+        print(recommendation_text(best, output.terminal_width()))
 
 
 def entries_of_node(
-    port: str | None, data_dir: str | None, *, catalog: bool
+    port: str | None, data_dir: str | None, *, catalog: bool = False
 ) -> Sequence[Json] | None:
-    """The running node's list of models; None where no node runs on the data folder."""
+    """The running node's list of models, or None where no node runs on the data folder.
+
+    `catalog`: of those that exo-node has cards of.
+    """
     endpoint = find_node(client_settings(port, data_dir))
     if endpoint is None:
         return None
     return call(endpoint, f"/v1/models{'?catalog=1' * catalog}", timeout_s=60).get("data", [])
-
-
-def _has_company(port: str | None, data_dir: str | None) -> bool:
-    """Whether the running node's cluster has other nodes."""
-    endpoint = find_node(client_settings(port, data_dir))
-    return endpoint is not None and len(call(endpoint, "/v1/cluster").get("nodes", [])) > 1
 
 
 def gguf_entries(entries: Sequence[Json]) -> list[dict[str, Any]]:
@@ -166,18 +157,17 @@ def this_machine(
 # ------------------------------------------------- texts, from entries of `GET /v1/models`
 
 
-def list_text(entries: Sequence[Json], *, catalog: bool = False, width: int | None = None) -> str:
-    """One row a model on disk, or one a card."""
-    header = ["MODEL", "SIZE", "FORMAT", "FITS"]
-    header += ["ON DISK"] if catalog else ["LOADED", "NATIVE MTP"]
+def list_text(entries: Sequence[Json], width: int | None = None) -> str:
+    """One row a model."""
+    header = ("MODEL", "SIZE", "FORMAT", "FITS", "LOADED", "NATIVE MTP")
     rows = [
         (
             text_of(entry.get("id")),
             size(entry.get("size_bytes")),
             text_of(entry.get("format")),
             fit_text(entry),
-            "yes" if entry.get("downloaded" if catalog else "loaded") else "no",
-            *([] if catalog else [_mtp_text(entry)]),
+            _yes(entry.get("loaded")),
+            _mtp_text(entry),
         )
         for entry in entries
     ]
@@ -234,39 +224,32 @@ def _file_lines(files: Json | None) -> dict[str, str]:
     return {"files": f"good: {files['tensors']} tensors", "MTP head": text}
 
 
-def recommendation_text(
-    here: Sequence[Json], cluster: Sequence[Json], width: int | None = None, *, place: str = ""
-) -> str:
-    """Models that fit this machine, then those that fit its cluster, and how to get the first.
-
-    `place`: what the cluster is called, where it has no other node.
-    """
-    if not (here or cluster):
+def recommendation_text(entries: Sequence[Json], width: int | None = None) -> str:
+    """One row a model that fits, and how to get the first that is not here."""
+    if not entries:
         return "no model that exo-node has a card of fits; `exo-node models pull` gets any other"
     header = ("MODEL", "SIZE", "FORMAT", "RUNS ON", "TOKENS/S", "NATIVE MTP", "ON DISK")
-    rows = [_recommendation_row(entry, _HERE) for entry in here]
-    rows += [_recommendation_row(entry, place) for entry in cluster]
-    first = next((e for e in (*here, *cluster) if not e.get("downloaded")), None)
-    hint = f"`exo-node models pull {text_of(first.get('id'))}` gets it" if first else ""
-    lines = [
-        *table(header, rows, width=width),
-        "",
-        "Speeds are estimates until a model has answered here.",
+    rows = [
+        (
+            text_of(entry.get("id")),
+            size(entry.get("size_bytes")),
+            text_of(entry.get("format")),
+            "one node" if fit["nodes"] == 1 else f"{fit['nodes']} nodes",
+            text_of(fit.get("tokens_per_second")),
+            _yes(entry.get("drafts")),
+            _yes(entry.get("downloaded")),
+        )
+        for entry in entries
+        for fit in [entry["fits"]]
     ]
-    return joined([*lines, hint])
+    first = next((each["id"] for each in entries if not each.get("downloaded")), None)
+    hint = f"`exo-node models pull {first}` gets it" if first else ""
+    estimates = "Speeds are estimates until a model has answered here."
+    return joined([*table(header, rows, width=width), "", estimates, hint])
 
 
-def _recommendation_row(entry: Json, place: str) -> tuple[str, ...]:
-    fit: Json = entry["fits"]
-    return (
-        text_of(entry.get("id")),
-        size(entry.get("size_bytes")),
-        text_of(entry.get("format")),
-        place or ("one node" if fit["nodes"] == 1 else f"{fit['nodes']} nodes"),
-        text_of(fit.get("tokens_per_second")),
-        "yes" if entry.get("drafts") else "no",
-        "yes" if entry.get("downloaded") else "no",
-    )
+def _yes(value: object) -> str:
+    return "yes" if value else "no"
 
 
 def fit_text(entry: Json) -> str:

@@ -17,7 +17,6 @@ from ...placement.errors import InvalidSettings
 from ..machine.log import escape_controls
 from ..machine.own_command import typable
 from .client import Comment
-from .failures import as_flags
 
 Json = Mapping[str, Any]
 """An object of the API."""
@@ -48,8 +47,7 @@ def table(
     for name in header:
         grid.add_column(Text(name), overflow="fold")
     for row in rows:
-        cells = (escape_controls(as_flags(cell)) for cell in row)
-        grid.add_row(*(Text(cell) for cell in cells))
+        grid.add_row(*(Text(escape_controls(cell)) for cell in row))
     console = Console(width=width or _UNLIMITED, height=1, color_system=None)
     with console.capture() as captured:
         console.print(grid)
@@ -62,9 +60,8 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def joined(lines: Iterable[str]) -> str:
-    """One text of lines, with commands and options as they can be typed here, and no control
-    characters."""
-    return "\n".join(escape_controls(typable(as_flags(line))) for line in lines)
+    """One text of lines, with commands as they can be typed here, and no control characters."""
+    return "\n".join(escape_controls(typable(line)) for line in lines)
 
 
 def text_of(value: object) -> str:

@@ -12,7 +12,7 @@ import typer
 from ...placement.errors import ExoNodeError, InvalidSettings
 from ..machine.private_files import update_private
 from .child import local_model, model_facts, read_child
-from .client import ApiEndpoint, call, client_settings, follow
+from .client import ApiEndpoint, Comment, call, client_settings, stream
 from .doctor import check_all, endpoint_or_fault
 from .flags import DataDir, LocalPort, ModelsDir, argument, option, switch
 from .output import note
@@ -141,7 +141,8 @@ def _public_state(endpoint: ApiEndpoint) -> dict[str, Any]:
         except ExoNodeError as fault:
             state[name] = {"error": fault.message}
     try:
-        state["events"] = list(follow(endpoint, f"/v1/events?follow=0&limit={_EVENTS}"))
+        events = stream(endpoint, f"/v1/events?follow=0&limit={_EVENTS}")
+        state["events"] = [each for each in events if not isinstance(each, Comment)]
     except ExoNodeError as fault:
         state["events"] = {"error": fault.message}
     return state

@@ -10,9 +10,9 @@ from typing import Annotated, Final
 
 import typer
 
-from ...placement.errors import ExoNodeError, InvalidSettings
+from ...placement.errors import ExoNodeError
 from ..machine.data_dir_lock import Running, find_running
-from .client import ApiEndpoint, client_settings, no_node, read_text
+from .client import ApiEndpoint, call, client_settings, no_node
 from .failures import CommandFailed
 from .flags import AsJson, DataDir, Dtype, ModelsDir, option, switch
 from .output import note, print_result
@@ -160,18 +160,8 @@ def _run(flags: Mapping[str, object], environment_file: str | None) -> int:
 # ---------------------------------------------------------------------------- stop
 
 
-_Stopped = Annotated[str | None, typer.Argument(hidden=True)]
-"""A model, which other programs' `stop` unloads."""
-
-
-def stop(model: _Stopped = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
+def stop(data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """End the node on the data folder, and wait for its end."""
-    if model is not None:
-        raise InvalidSettings(
-            "`exo-node stop` ends the whole node and takes no model; `exo-node models unload "
-            f"{model}` unloads one",
-            param="MODEL",
-        )
     folder = client_settings(None, data_dir).data_dir
     running = find_running(folder)
     if running is None:
@@ -219,7 +209,7 @@ def _is_alive(node: Running) -> bool:
         return False
     try:
         endpoint = ApiEndpoint(node.http_host, node.http_port)
-        _ = read_text(endpoint, "/health/live", timeout_s=TIMES.health_s)
+        _ = call(endpoint, "/health/live", timeout_s=TIMES.health_s)
     except CommandFailed:
         return False
     return True

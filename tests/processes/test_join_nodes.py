@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from nodes import COMMAND, Node, eventually, free_ports, node, start_process
 
-from exo_node.node.cli.client import ApiEndpoint, follow
+from exo_node.node.cli.client import ApiEndpoint, stream
 from exo_node.node.join.handshake import spaced
 
 QUIET = "--no-mdns"
@@ -160,9 +160,9 @@ def has_digits(text: str, code: str) -> bool:
     return re.search(rf"(?<![\w.])({code}|{spaced(code)})(?!\w)", text) is not None
 
 
-def events(node: Node) -> list[dict[str, Any]]:
+def events(node: Node) -> list[object]:
     """The past events of the cluster."""
-    return list(follow(ApiEndpoint("127.0.0.1", node.port), "/v1/events?follow=0"))
+    return list(stream(ApiEndpoint("127.0.0.1", node.port), "/v1/events?follow=0"))
 
 
 def no_secret_is_shown(nodes: Sequence[Node], keys: Collection[str]) -> None:
