@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, cast, get_args
 
+from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
 
 from exo_node.node.api.http.bodies import EmptyBody, StrictBody, TolerantBody, marked_fields
@@ -22,7 +23,8 @@ from exo_node.node.api.server import Services, api_routes
 from exo_node.node.api.shared.answering import Answering
 from exo_node.node.machine.events import EventLog
 from exo_node.node.machine.timing import PROFILES
-from exo_node.shard.tools.share.result import SharedResult, Spread, read_result
+from exo_node.placement.errors import InvalidSettings
+from exo_node.shard.tools.share.result import SharedResult, Spread
 from exo_node_bench.serve.result import Result
 
 HERE: Final = Path(__file__).resolve().parent
@@ -104,6 +106,18 @@ def with_results(page: str) -> str:
     rows = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     rows += [f"| {' | '.join(_cells(each))} |" for each in results]
     return _between_marks(page, "\n".join(rows) + "\n")
+
+
+def read_result(raw: bytes, name: str) -> SharedResult:
+    """A shared result. Raises InvalidSettings, which names file and field."""
+    try:
+        return SharedResult.model_validate_json(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        field = ".".join(map(str, first["loc"])) or "all of it"
+        raise InvalidSettings(
+            f"{name}: {field}: {first['msg']}; write the file by `exo-node report --share`"
+        ) from error
 
 
 def _cells(result: SharedResult) -> tuple[str, ...]:

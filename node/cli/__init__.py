@@ -1,6 +1,6 @@
 """The commands of `exo-node`.
 
-bench.py: `exo-node bench`: `cluster`; `mtp` and `serve` where `bench/` is installed
+bench.py: `exo-node bench`: `mtp` and `serve` where `bench/` is installed
 chat.py: `exo-node chat`
 child.py: the child process of a command that loads a model
 client.py: HTTP to the running node

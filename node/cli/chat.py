@@ -36,11 +36,9 @@ HELP: Final = """\
 /clear               a new conversation
 /save FILE           what was said, as JSON
 /quit                the end, as is Ctrl-D
-Ctrl-C ends the answer, not the session. Alt-Enter begins a new line; a text of several lines may
-also stand between lines of \"\"\"."""
+Ctrl-C ends the answer, not the session. Alt-Enter begins a new line."""
 _K: Final = "num_draft_tokens"
 _SET: Final = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", _K)
-_FENCE: Final = '"""'
 
 _Prompt = Annotated[
     str | None,
@@ -226,7 +224,7 @@ def run(session: ChatSession, lines: Lines, ask: Ask) -> None:
     note(f"{session.model} answers; /help lists the commands, Ctrl-D ends the session")
     while True:
         try:
-            text = _read_message(lines)
+            text = lines.read("> ")
         except KeyboardInterrupt:
             continue
         except EOFError:
@@ -240,18 +238,6 @@ def run(session: ChatSession, lines: Lines, ask: Ask) -> None:
             note(*session.command(text).splitlines())
         except EndSession:
             return
-
-
-def _read_message(lines: Lines) -> str:
-    """One message: a line, or the lines between two of triple quotes."""
-    line = lines.read("> ")
-    if not line.lstrip().startswith(_FENCE):
-        return line
-    parts = [line.lstrip().removeprefix(_FENCE)]
-    while not parts[-1].rstrip().endswith(_FENCE):
-        parts.append(lines.read(". "))
-    parts[-1] = parts[-1].rstrip().removesuffix(_FENCE)
-    return "\n".join(parts).strip("\n")
 
 
 def _answer(session: ChatSession, text: str, ask: Ask) -> None:

@@ -70,18 +70,16 @@ def child_process(
     request: str,
     environment: Mapping[str, str],
     stdout: int | None = None,
-    stderr: int | None = None,
 ) -> "Generator[subprocess.Popen[bytes]]":
     """`python -m module` with `request` as the first line of its stdin, until the block ends.
 
     Its stdin ends with this process. Where the block is interrupted the child is ended first.
-    `stdout`, `stderr`: subprocess.PIPE, or None for this process's own.
+    `stdout`: subprocess.PIPE, or None for this process's own.
     """
     with subprocess.Popen(
         (sys.executable, "-P", "-m", module),
         stdin=subprocess.PIPE,
         stdout=stdout,
-        stderr=stderr,
         env=dict(environment),
         start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the child
     ) as child:
@@ -103,11 +101,14 @@ def run_child(module: str, request: str, environment: Mapping[str, str]) -> int:
     """The exit status of a child that prints its own output. Raises LoadFailed for a signal."""
     with child_process(module, request, environment) as child:
         status = child.wait()
-    return unless_killed(status)
+    return _unless_killed(status)
 
 
 def read_child(
-    module: str, request: str, environment: Mapping[str, str], limit_s: float
+    module: str,
+    request: str,
+    environment: Mapping[str, str],
+    limit_s: float = threading.TIMEOUT_MAX,
 ) -> tuple[int, bytes]:
     """The exit status and the stdout of a child, which prints its own notes and errors to stderr.
 
@@ -128,10 +129,10 @@ def read_child(
             f"it was not done after {limit_s:.0f} s and was ended; close other programs, or name a "
             "smaller model"
         )
-    return unless_killed(status), output
+    return _unless_killed(status), output
 
 
-def unless_killed(status: int) -> int:
+def _unless_killed(status: int) -> int:
     """The exit status. Raises LoadFailed for a signal."""
     if status < 0:
         raise LoadFailed(

@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from ...placement.errors import ExoNodeError
-from .child import child_process, unless_killed
-from .flags import AsJson, DataDir, ModelsDir, argument, option
+from .child import read_child
+from .flags import DataDir, ModelsDir, argument, option
 from .get_models import ProgressLine
 from .models import models, this_machine
-from .output import note, print_result
+from .output import note
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
 
     from ..machine.settings import Settings
@@ -80,7 +79,6 @@ def graft(
     output: _Output = None,
     models_dir: ModelsDir = None,
     data_dir: DataDir = None,
-    as_json: AsJson = False,
 ) -> None:
     """Bring back the MTP head that a conversion dropped.
 
@@ -92,7 +90,7 @@ def graft(
     folder = library.folder(target)
     to = _output(output, settings, f"{target}-mtp") if output or _in_hub_cache(folder) else folder
     head = _head(library, source, revision)
-    _run(folder, to, None, head, mtp_bits, as_json=as_json)
+    _run(folder, to, None, head, mtp_bits)
 
 
 @models.command()
@@ -105,14 +103,13 @@ def convert(
     revision: _Revision = None,
     models_dir: ModelsDir = None,
     data_dir: DataDir = None,
-    as_json: AsJson = False,
 ) -> None:
     """Quantise a model, and keep its MTP head or add one."""
     settings, library, _ = this_machine(data_dir, models_dir)
     folder = library.folder(source)
     to = _output(target, settings, f"{source}-{bits}bit-mtp")
     head = _head(library, head_source, revision) if head_source else None
-    _run(folder, to, bits, head, mtp_bits, as_json=as_json)
+    _run(folder, to, bits, head, mtp_bits)
 
 
 @models.command("import")
@@ -123,7 +120,6 @@ def import_file(
     bfloat16: _Dense = False,
     models_dir: ModelsDir = None,
     data_dir: DataDir = None,
-    as_json: AsJson = False,
 ) -> None:
     """Make a model of a GGUF file, such as Ollama's and LM Studio's.
 
@@ -151,9 +147,8 @@ def import_file(
         raise typer.BadParameter("give either --bits or --bfloat16", param_hint="--bits")
     paths = {"source": str(place.path), "target": str(target)}
     request = {**paths, "bits": bits, "dense": bfloat16}
-    result = _child_result(_IMPORT, request, as_json=as_json)
-    text = f"{name} is ready in {result['folder']}{_kept_text(result['tensors'])}"
-    print_result({"id": name, **result}, text, as_json=as_json)
+    result = _child_result(_IMPORT, request)
+    note(f"{name} is ready in {result['folder']}{_kept_text(result['tensors'])}")
 
 
 def _kept_text(matrices: dict[str, int]) -> str:
@@ -193,8 +188,6 @@ def _run(
     bits: int | None,
     head: "HeadFolder | None",
     head_bits: int | None,
-    *,
-    as_json: bool,
 ) -> None:
     """Converts in a child process and prints the result."""
     request = {
@@ -205,40 +198,20 @@ def _run(
         "head_files": list(head.files) if head else [],
         "head_bits": head_bits,
     }
-    result = _child_result(_CHILD, request, as_json=as_json)
-    if result["note"] and not as_json:
+    result = _child_result(_CHILD, request)
+    if result["note"]:
         note(result["note"])
     form = "with its MTP head" if result["head"] == "found" else f"without a head: {result['head']}"
-    print_result(result, f"{result['folder']} is ready, {form}", as_json=as_json)
+    note(f"{result['folder']} is ready, {form}")
 
 
-def _child_result(module: str, request: dict[str, Any], *, as_json: bool) -> dict[str, Any]:
-    """The result of a child process, which may import MLX. Raises ExoNodeError where it failed."""
-    import subprocess
-
+def _child_result(module: str, request: dict[str, Any]) -> dict[str, Any]:
+    """The result of a child process, which may import MLX."""
     from ..machine import settings
 
-    environ = settings.environment()
     settings.check_mlx_extras(settings.installed_distributions())
-    environment, pipe = settings.runner_environment(environ), subprocess.PIPE
-    errors = pipe if as_json else None
-    with child_process(module, json.dumps(request), environment, pipe, errors) as child:
-        assert child.stdout is not None
-        last_line = _pass_on(child.stderr) if child.stderr is not None else ""
-        result = child.stdout.read()
-        status = unless_killed(child.wait())
-    if status and as_json:
-        raise ExoNodeError(last_line.removeprefix("exo-node: ") or "the conversion failed")
+    environment = settings.runner_environment(settings.environment())
+    status, result = read_child(module, json.dumps(request), environment)
     if status:
         raise typer.Exit(1)  # the child has printed why
     return json.loads(result)
-
-
-def _pass_on(lines: "Iterable[bytes]") -> str:
-    """Writes all lines but the last to stderr and returns that one, which may be the error."""
-    last = ""
-    for line in lines:
-        if last:
-            note(last)
-        last = line.decode(errors="replace").rstrip()
-    return last

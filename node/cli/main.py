@@ -50,7 +50,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "doctor": "Look for what is wrong here.",
         "report": "Write a report on a problem, or a result to publish.",
         "verify": "Check that drafts change no answer of a model.",
-        "bench": "Measure models on this machine, and the cluster.",
+        "bench": "Measure models on this machine, and servers under load.",
     },
 }
 """The commands in the order in which people need them, with the first sentence of each help.

@@ -14,7 +14,6 @@ class Times:
     model_list_s: float = 60.0
     search_s: float = 30.0
     approve_s: float = 30.0
-    measure_s: float = 300.0
     share_s: float = 900.0
     child_end_s: float = 5.0
     """A child process that was asked to end is killed after this."""

@@ -1,15 +1,13 @@
 """Two real nodes measure links and layers, store them and plan with them."""
 
 import asyncio
-import json
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from fakes import FakeFacts, FakeStages, leading
-from nodes import COMMAND, Node, copy_key, eventually, grpc_address, node, sees
+from nodes import Node, copy_key, eventually, grpc_address, node, sees
 
 from exo_node.placement.errors import LoadFailed
 from exo_node.placement.ids import ModelId, NodeId
@@ -62,14 +60,6 @@ def files(running: Node, kind: str) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in paths}
 
 
-def bench(running: Node, *flags: str) -> str:
-    """The output of `exo-node bench cluster`."""
-    command = [COMMAND, "bench", "cluster", "--data-dir", str(running.data_dir), *flags]
-    process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WITHIN_S)
-    assert process.returncode == 0, process.stderr
-    return process.stdout
-
-
 def test_a_link_is_measured_when_a_node_joins(pair: tuple[Node, Node]) -> None:
     one, two = pair
     eventually(lambda: profile(one)["links"], WITHIN_S)
@@ -104,18 +94,12 @@ def test_layers_are_timed_once_on_each_node_and_planned_with(pair: tuple[Node, N
     assert (files(one, "layers"), files(two, "layers")) == written_at
 
 
-def test_bench_cluster_prints_the_tables_and_measures_again(pair: tuple[Node, Node]) -> None:
+def test_links_are_measured_again_by_request(pair: tuple[Node, Node]) -> None:
     one, two = pair
     before = profile(one)["links"][0]["round_trip_s"]
-    text = bench(two, "--measure")
-    eventually(lambda: profile(one)["links"][0]["round_trip_s"] != before, WITHIN_S)
-    lines = text.splitlines()
-    assert lines[0].split() == ["NODE", "CHIP", "BACKEND", "MEMORY", "BANDWIDTH", "ADDRESSES"]
-    assert [row.split()[0] for row in lines[1:3]] == ["one", "two"]
-    assert sum(row.startswith("demo ") for row in lines) == 2
-    assert any("127.0.0.1 - 127.0.0.1" in row and row.endswith("yes") for row in lines)
-    report = json.loads(bench(one, "--json"))
-    assert report["profile"]["object"] == "cluster.profile"
+    measured = two.call("POST", PROFILE, {}).body
+    assert measured["object"] == "cluster.profile"
+    assert measured["links"][0]["round_trip_s"] != before
 
 
 @dataclass

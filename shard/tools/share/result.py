@@ -9,9 +9,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from ....placement.errors import InvalidSettings
+from pydantic import BaseModel, ConfigDict, Field
 
 SCHEMA: Final = 1
 """Raised with each field that is added; it then has a default, so that earlier files stay valid."""
@@ -133,30 +131,3 @@ class SharedResult(_Part):
 
     def as_json(self) -> str:
         return self.model_dump_json(indent=2) + "\n"
-
-
-class _Header(BaseModel):
-    """The fields that every schema has."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    kind: Literal["exo-node result"]
-    schema_version: int
-
-
-def read_result(raw: bytes, name: str) -> SharedResult:
-    """A file of this or an earlier version. Raises InvalidSettings, which names file and field."""
-    try:
-        header = _Header.model_validate_json(raw)
-        if header.schema_version > SCHEMA:
-            raise InvalidSettings(
-                f"{name}: schema_version {header.schema_version} is of a newer exo-node, and this "
-                f"one knows {SCHEMA}; update exo-node"
-            )
-        return SharedResult.model_validate_json(raw)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        field = ".".join(map(str, first["loc"])) or "all of it"
-        raise InvalidSettings(
-            f"{name}: {field}: {first['msg']}; write the file by `exo-node report --share`"
-        ) from error

@@ -322,6 +322,7 @@ def test_stop_waits_for_a_node_as_long_as_it_answers(
             paths.append(self.path)
             self.send_response(200)
             self.end_headers()
+            _ = self.wfile.write(b"{}")
             if len(paths) == 10:
                 process.kill()
 

@@ -118,16 +118,6 @@ def test_a_question_that_is_answered_with_no_is_an_error(monkeypatch: pytest.Mon
     assert (result.exit_code, json.loads(result.stderr)["error"]["code"]) == (1, "aborted")
 
 
-def test_a_conversion_that_fails_in_its_process_says_so_in_json(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "tiny", "llama")
-    (tmp_path / "new").mkdir()
-    arguments = ("models", "convert", str(tmp_path / "tiny"), str(tmp_path / "new"))
-    status, error = failed(*arguments)
-    assert (status, error["code"]) == (1, "failed")
-    assert "is there already" in error["message"]
-    assert exo_node(*arguments).stderr.startswith("exo-node: ")
-
-
 @pytest.mark.parametrize("as_json", [True, False])
 def test_a_full_disk_is_one_line_that_names_the_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, as_json: bool

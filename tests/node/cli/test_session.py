@@ -120,11 +120,6 @@ def test_a_failed_answer_ends_neither_the_session_nor_stays_as_a_lone_question(
     assert capsys.readouterr().err.count("exo-node: the node is gone") == 2
 
 
-def test_lines_between_triple_quotes_are_one_message() -> None:
-    [body] = bodies_of(ChatSession("demo"), '"""first', "", 'second"""')
-    assert body["messages"][0]["content"] == "first\n\nsecond"
-
-
 def test_a_conversation_is_saved(tmp_path: Path) -> None:
     session = ChatSession("demo")
     _ = bodies_of(session, "one", f"/save {tmp_path / 'said.json'}")

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from exo_node.node.cli.bench import profile_text
 from exo_node.node.cli.failures import CommandFailed
 from exo_node.node.cli.join import nodes_text
 from exo_node.node.cli.models import model_text, recommendation_text
@@ -266,55 +265,6 @@ Speeds are estimates until a model has answered here.
 `exo-node models pull owner/huge` gets it"""
     )
     assert recommendation_text([]).startswith("no model that exo-node has a card of fits")
-
-
-# ---------------------------------------------------------------------------- bench cluster
-
-_TIMES = {
-    "model": "demo", "dtype": "float32", "decode_s": 0.00012, "verify_s": 0.0002,
-    "verify_rows": 4, "prefill_s": 0.01, "prefill_rows": 512, "tail_s": None,
-}  # fmt: skip
-
-
-def _node(id: str, name: str, **changes: object) -> dict[str, object]:
-    return {
-        "id": id, "name": name, "chip": "Apple M1", "backend": "metal", "memory_bytes": 12 * 10**9,
-        "memory_bandwidth": None, "addresses": ["10.0.0.1"], "layers": [], "split_refusals": {},
-        **changes,
-    }  # fmt: skip
-
-
-def test_a_profile_of_the_cluster() -> None:
-    link = {
-        "nodes": ["n1", "n2"], "addresses": ["10.0.0.1", "10.0.0.2"], "round_trip_min_s": 0.0002,
-        "round_trip_s": 0.00031, "bandwidth": 117e6, "age_s": 9, "chosen": True,
-    }  # fmt: skip
-    first = _node("n1", "alpha", memory_bandwidth=400e9, layers=[_TIMES])
-    second = _node("n2", "beta", split_refusals={"gemma": "its layers share a cache"})
-    assert (
-        profile_text({"nodes": [first, second], "links": [link]})
-        == """\
-NODE   CHIP      BACKEND  MEMORY   BANDWIDTH  ADDRESSES
-alpha  Apple M1  metal    12.0 GB  400 GB/s   10.0.0.1
-beta   Apple M1  metal    12.0 GB  -          10.0.0.1
-
-MODEL  NODE   DTYPE    1 ROW  VERIFY        CHUNK          TAIL
-demo   alpha  float32  0.12   0.2 (4 rows)  10 (512 rows)  -
-ms for one layer; the tail is final norm and lm_head, timed on a generator
-
-LINK          ADDRESSES            RTT MIN  RTT P50  BANDWIDTH  AGE  USED
-alpha - beta  10.0.0.1 - 10.0.0.2  0.2      0.31     117 MB/s   9 s  yes
-round trips in ms; stages talk over the links that are used
-gemma runs on one node only: its layers share a cache"""
-    )
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_profile_without_measurements(count: int) -> None:
-    nodes = [_node(f"n{number}", f"node-{number}") for number in range(count)]
-    lines = profile_text({"nodes": nodes, "links": []}).split("\n")
-    assert "no model was timed yet: that happens when a node loads one for the first time" in lines
-    assert ("no link was measured yet: try again in a moment" in lines) == (count == 2)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from api_stub import COMMAND, environment, exo_node
 from interrupts import ending_on_interrupt
 from small import small_checkpoint
 
-from exo_node.shard.tools.share.result import SharedResult, read_result
+from exo_node.shard.tools.share.result import SharedResult
 
 USER, HOST, KEY = "ada-lovelace", "adas-macbook", "sk-not-for-anybody"
 PROMPT = "whisper-the-launch-codes"
@@ -81,7 +81,7 @@ def test_no_secret_is_in_the_file(home: Path, shared: tuple[str, str]) -> None:
 
 
 def test_the_figures_are_there(shared: tuple[str, str]) -> None:
-    result = read_result(shared[0].encode(), "mine.json")
+    result = SharedResult.model_validate_json(shared[0])
     assert isinstance(result, SharedResult)
     assert (result.model.id, result.model.layers, result.model.max_k > 0) == (None, 4, True)
     identity = result.identity
