@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Final
+from typing import Final, get_args
 
 from ...placement.card import MAX_K
 from ...placement.kv_bits import CHOICES as KV_CHOICES
@@ -241,8 +241,9 @@ def _as_bytes(value: str | int) -> int:
     return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
 
 
-def as_choice(choices: tuple[str, ...]) -> Callable[[str], str]:
-    """A reader of one of `choices`, in any case."""
+def as_choice(literal: object) -> Callable[[str], str]:
+    """A reader of one of the values of a Literal, in any case."""
+    choices: tuple[str, ...] = get_args(literal)
 
     def check(value: str) -> str:
         if (text := value.strip().lower()) not in choices:

@@ -10,40 +10,18 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Final, Literal, get_args
+from typing import Annotated, Final, Literal
 
 import platformdirs
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
 from ...placement.errors import InvalidSettings
+from . import setting_values as values
 from .awake import KeepAwake
 from .setting_sources import Inputs, collect, default_data_dir, source_of
 from .setting_sources import environment as environment
 from .setting_sources import forget_variables_of_libraries as forget_variables_of_libraries
 from .setting_sources import take_environment_file as take_environment_file
-from .setting_values import (
-    MAX_NAME_BYTES,
-    as_choice,
-    as_draft_tokens,
-    as_file,
-    as_folders,
-    as_gigabytes,
-    as_host,
-    as_host_names,
-    as_interface,
-    as_kv_bits,
-    as_memory,
-    as_name,
-    as_origins,
-    as_path,
-    as_peers,
-    as_port,
-    as_seconds,
-    as_secret,
-    as_switch,
-    duration_s,
-    is_loopback,
-)
 from .timing import Profile
 
 LOAD_TIMEOUT_S: Final = 300
@@ -65,18 +43,18 @@ def _default_log_format() -> LogFormat:
 def _default_name() -> str:
     """The machine's host name, by which people know it already."""
     name = os.uname().nodename.removesuffix(".local").strip()
-    return name.encode()[:MAX_NAME_BYTES].decode(errors="ignore") or "node"
+    return name.encode()[: values.MAX_NAME_BYTES].decode(errors="ignore") or "node"
 
 
 def _in_configuration(name: str) -> Path:
     return platformdirs.user_config_path("exo-node", appauthor=False) / name
 
 
-Port = Annotated[int, BeforeValidator(as_port)]
-Host = Annotated[str, BeforeValidator(as_host)]
-DataDir = Annotated[Path, BeforeValidator(as_path)]
-Secret = Annotated[SecretStr, BeforeValidator(as_secret)]
-Switch = Annotated[bool, BeforeValidator(as_switch)]
+Port = Annotated[int, BeforeValidator(values.as_port)]
+Host = Annotated[str, BeforeValidator(values.as_host)]
+DataDir = Annotated[Path, BeforeValidator(values.as_path)]
+Secret = Annotated[SecretStr, BeforeValidator(values.as_secret)]
+Switch = Annotated[bool, BeforeValidator(values.as_switch)]
 
 
 class Settings(BaseModel):
@@ -90,46 +68,46 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    name: Annotated[str, BeforeValidator(as_name)] = Field(default_factory=_default_name)
+    name: Annotated[str, BeforeValidator(values.as_name)] = Field(default_factory=_default_name)
     host: Host = "127.0.0.1"
     port: Port = DEFAULT_PORT
     grpc_port: Port = DEFAULT_GRPC_PORT
-    interface: Annotated[str, BeforeValidator(as_interface)] | None = None
+    interface: Annotated[str, BeforeValidator(values.as_interface)] | None = None
     data_dir: DataDir = Field(default_factory=default_data_dir)
     cards_dir: DataDir = Field(default_factory=partial(_in_configuration, "cards"))
     profiles_file: DataDir = Field(default_factory=partial(_in_configuration, "profiles.toml"))
-    keep_alive: Annotated[float, BeforeValidator(duration_s)] = math.inf
-    models_dirs: Annotated[tuple[Path, ...], BeforeValidator(as_folders)] = ()
-    peers: Annotated[tuple[str, ...], BeforeValidator(as_peers)] = ()
-    cluster_key_file: Annotated[Path, BeforeValidator(as_file)] | None = None
+    keep_alive: Annotated[float, BeforeValidator(values.duration_s)] = math.inf
+    models_dirs: Annotated[tuple[Path, ...], BeforeValidator(values.as_folders)] = ()
+    peers: Annotated[tuple[str, ...], BeforeValidator(values.as_peers)] = ()
+    cluster_key_file: Annotated[Path, BeforeValidator(values.as_file)] | None = None
     cluster_key: Secret | None = None
     mdns: Switch = True
-    memory_limit: Annotated[int, BeforeValidator(as_memory)] | None = None
-    dtype: Annotated[Dtype, BeforeValidator(as_choice(get_args(Dtype)))] = "auto"
+    memory_limit: Annotated[int, BeforeValidator(values.as_memory)] | None = None
+    dtype: Annotated[Dtype, BeforeValidator(values.as_choice(Dtype))] = "auto"
     offline: Switch = False
     auto_download: Switch = False
-    log_format: Annotated[LogFormat, BeforeValidator(as_choice(get_args(LogFormat)))] = Field(
+    log_format: Annotated[LogFormat, BeforeValidator(values.as_choice(LogFormat))] = Field(
         default_factory=_default_log_format
     )
     api_key: Secret | None = None
-    allowed_hosts: Annotated[tuple[str, ...], BeforeValidator(as_host_names)] = ()
-    allowed_origins: Annotated[tuple[str, ...], BeforeValidator(as_origins)] = ()
+    allowed_hosts: Annotated[tuple[str, ...], BeforeValidator(values.as_host_names)] = ()
+    allowed_origins: Annotated[tuple[str, ...], BeforeValidator(values.as_origins)] = ()
     native_mtp_enabled: Switch | None = None
     native_mtp_async_draft_eval: Switch | None = None
     native_mtp_adaptive: Switch | None = None
-    native_mtp_default_k: Annotated[int, BeforeValidator(as_draft_tokens)] = 0
-    load_timeout: Annotated[int, BeforeValidator(as_seconds)] = LOAD_TIMEOUT_S
-    kernels: Annotated[Kernels, BeforeValidator(as_choice(get_args(Kernels)))] = "auto"
-    timing: Annotated[Profile, BeforeValidator(as_choice(get_args(Profile)))] = "lan"
+    native_mtp_default_k: Annotated[int, BeforeValidator(values.as_draft_tokens)] = 0
+    load_timeout: Annotated[int, BeforeValidator(values.as_seconds)] = LOAD_TIMEOUT_S
+    kernels: Annotated[Kernels, BeforeValidator(values.as_choice(Kernels))] = "auto"
+    timing: Annotated[Profile, BeforeValidator(values.as_choice(Profile))] = "lan"
     prefix_cache_enabled: Switch = True
-    prefix_disk_gb: Annotated[float, BeforeValidator(as_gigabytes)] | None = None
+    prefix_disk_gb: Annotated[float, BeforeValidator(values.as_gigabytes)] | None = None
     batching_enabled: Switch = True
     prompt_lookup_enabled: Switch = True
     measure_at_load: Switch = False
     loop_guard: Switch = True
-    kv_bits: Annotated[int, BeforeValidator(as_kv_bits)] | None = None
-    log_file: Annotated[Path, BeforeValidator(as_path)] | None = None
-    keep_awake: Annotated[KeepAwake, BeforeValidator(as_choice(get_args(KeepAwake)))] | None = None
+    kv_bits: Annotated[int, BeforeValidator(values.as_kv_bits)] | None = None
+    log_file: Annotated[Path, BeforeValidator(values.as_path)] | None = None
+    keep_awake: Annotated[KeepAwake, BeforeValidator(values.as_choice(KeepAwake))] | None = None
 
 
 SOURCES: Final = {name: source_of(name) for name in Settings.model_fields}
@@ -236,7 +214,7 @@ def _validate(inputs: Inputs) -> Settings:
 
 
 def _check_bind(settings: Settings, inputs: Inputs, has_token: Callable[[Path], bool]) -> None:
-    if is_loopback(settings.host) or settings.api_key is not None:
+    if values.is_loopback(settings.host) or settings.api_key is not None:
         return
     if has_token(settings.data_dir):
         return
