@@ -1,13 +1,11 @@
 """`exo-node launch`: a coding tool that works with a model of the running node, which is chosen,
 checked for its context and loaded."""
 
-import contextlib
 import os
 import re
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -167,8 +165,6 @@ def _tokens(count: int) -> str:
 
 
 _ARGUMENTS: Final = "exo-node.tool-arguments"
-_OWN_FILE: Final = re.compile(r"[a-z]+-[0-9a-f]{12}\.json")
-"""The names that `coding_tools` gives to files."""
 _LOOPBACK: Final = "127.0.0.1,localhost"
 _PROXY: Final = re.compile(r"(http|https|all)_proxy", re.IGNORECASE)
 _IGNORED_BY_PYTHON: Final = (signal.SIGPIPE, signal.SIGXFSZ)
@@ -266,7 +262,6 @@ def _start(
     Raises CommandFailed where a file cannot be written or the tool cannot be started.
     """
     for path, text in invocation.files.items():
-        _remove_old(path.parent)
         _write(path, text)
     for each in _IGNORED_BY_PYTHON:
         _ = signal.signal(each, signal.SIG_DFL)
@@ -276,14 +271,6 @@ def _start(
         os.execve(executable, words, _beside_proxies({**environment(), **invocation.environment}))
     except OSError as error:
         raise CommandFailed(f"{executable} cannot be started: {error.strerror}") from error
-
-
-def _remove_old(folder: Path) -> None:
-    """Deletes the files of launches long ago: each launch writes its own again."""
-    for path in filter(lambda each: _OWN_FILE.fullmatch(each.name), folder.glob("*.json")):
-        with contextlib.suppress(OSError):  # another launch may have deleted or written it
-            if time.time() - path.stat().st_mtime > TIMES.tool_file_s:
-                path.unlink()
 
 
 def _beside_proxies(variables: Mapping[str, str]) -> Mapping[str, str]:

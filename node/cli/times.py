@@ -34,8 +34,6 @@ class Times:
     watch_every_s: float = 1.0
     line_every_s: float = 10.0
     drawn_every_s: float = 0.2
-    tool_file_s: int = 30 * 86_400
-    """Files for coding tools are deleted at this age."""
 
 
 TIMES: Final = Times()

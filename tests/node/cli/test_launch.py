@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -93,25 +92,6 @@ def test_the_printed_lines_start_a_tool_as_launch_does(
     files = sorted((tmp_path / "launch").glob("*")) if (tmp_path / "launch").exists() else []
     named = [*first["arguments"], *first["environment"].values()]
     assert len(files) == (tool in ("qwen", "aider")) and all(str(file) in named for file in files)
-
-
-def test_the_files_of_launches_long_ago_are_deleted(
-    stub: Stub, tools: StandIns, tmp_path: Path
-) -> None:
-    serve(stub, LOADED)
-    tools.add("qwen")
-    folder = tmp_path / "launch"
-    folder.mkdir()
-    old = "qwen-0123456789ab.json"
-    ages = {old: 31, "aider-0123456789ab.json": 29, "mine.txt": 99, "qwen-mine.json": 99}
-    for name, days in ages.items():
-        _ = (folder / name).write_text("{}")
-        then = time.time() - days * 86_400
-        os.utime(folder / name, (then, then))
-    for _ in range(2):
-        assert launch(stub, tools, "qwen", EXO_DATA_DIR=str(tmp_path)).returncode == 0
-    [own] = {path.name for path in folder.iterdir()} - ages.keys()
-    assert {path.name for path in folder.iterdir()} == {*ages, own} - {old}
 
 
 def test_the_settings_are_shown_before_the_tool_starts(stub: Stub, tools: StandIns) -> None:
