@@ -30,12 +30,12 @@ node() {  # NAME PORT FLAGS…: starts a node and waits until it answers
 
 "$exo" doctor >"$out/doctor.txt" 2>&1  # its warnings are for whoever reads the results
 cat "$out/doctor.txt"
-step verify "$exo" verify demo --json "$out/verify.json"
+step verify "$exo" verify demo --report "$out/verify.json"
 step convert "$exo" models convert "$demo" "$out/models/demo-4bit"
-step verify-4bit "$exo" verify "$out/models/demo-4bit" --quick --json "$out/verify-4bit.json"
+step verify-4bit "$exo" verify "$out/models/demo-4bit" --quick --report "$out/verify-4bit.json"
 step convert-mxfp4 .venv/bin/python -m mlx_lm convert --hf-path "$demo" \
   --mlx-path "$out/models/demo-mxfp4" --quantize --q-mode mxfp4 --q-bits 4 --q-group-size 32
-step verify-mxfp4 "$exo" verify "$out/models/demo-mxfp4" --quick --json "$out/verify-mxfp4.json"
+step verify-mxfp4 "$exo" verify "$out/models/demo-mxfp4" --quick --report "$out/verify-mxfp4.json"
 step node-one node one 21415
 step chat "$exo" chat --data-dir "$out/one" --model demo "Tell me a story."
 step node-two node two 21425 --peer 127.0.0.1:21416

@@ -178,7 +178,7 @@ class _Commands(TyperGroup):
             args = [*words, *args[1:]]
         if not any(word.endswith("-completion") for word in args):  # these go by the name
             ctx.info_name = own_program()
-        ctx.meta[_AS_JSON] = wants_json(self._first_of(args), args)
+        ctx.meta[_AS_JSON] = wants_json(args)
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -191,10 +191,6 @@ class _Commands(TyperGroup):
             line = failure.as_json() if as_json else f"exo-node: {typable(failure.message)}"
             print(line, file=sys.stderr, flush=True)
             raise typer.Exit(failure.exit_code) from error
-
-    def _first_of(self, words: list[str]) -> Any:
-        """The command that `words` name; this group where they name none."""
-        return next((load_command(word) for word in words if word in COMMANDS), self)
 
 
 app = typer.Typer(

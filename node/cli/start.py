@@ -19,24 +19,13 @@ from .output import note, print_result
 from .times import TIMES
 
 VARIABLES: Final = (
-    "By variable only: EXO_API_KEY (clients must show it, or a token of `exo-node token`), "
-    "EXO_ALLOWED_HOSTS (further names of this node), "
-    "EXO_ALLOWED_ORIGINS (pages that may use it), EXO_CLUSTER_KEY, "
-    "EXO_NATIVE_MTP_ENABLED=0 (no multi-token prediction), EXO_NATIVE_MTP_ADAPTIVE=0 (always the "
-    "default K), EXO_NATIVE_MTP_DEFAULT_K=2 (where K begins), "
-    "EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL=0, EXO_PREFIX_CACHE_ENABLED=0 (read every prompt in full), "
-    "EXO_PREFIX_DISK_GB=20 (GB of prompts kept on disk over restarts; 0: none), "
-    "EXO_BATCHING_ENABLED=0 (decode every request alone), EXO_PROMPT_LOOKUP_ENABLED=0 (copy no "
-    "drafts from the prompt), EXO_LOOP_GUARD=0 (answers may repeat themselves), "
-    "EXO_KV_BITS=8 (attention caches of 8 or 4 bits a number, for longer contexts), "
-    "EXO_CARDS_DIR (a folder of your own cards), "
-    "EXO_PROFILES_FILE (your own names for models), "
-    "EXO_KEEP_ALIVE (how long an idle model stays loaded), "
-    "EXO_KEEP_AWAKE=never (the machine may sleep while it answers), "
-    "EXO_LOAD_TIMEOUT (seconds without progress in a load), "
-    "EXO_MEASURE_AT_LOAD=1 (a load takes longer, and its first answer has all drafts), "
-    "EXO_KERNELS=mlx (no kernels of our own), EXO_TIMING=local (shorter waits, where all nodes are "
-    "on one machine)."
+    "By variable only, as docs/settings.md says: EXO_API_KEY, EXO_ALLOWED_HOSTS, "
+    "EXO_ALLOWED_ORIGINS, EXO_CLUSTER_KEY, EXO_NATIVE_MTP_ENABLED, EXO_NATIVE_MTP_ADAPTIVE, "
+    "EXO_NATIVE_MTP_DEFAULT_K, EXO_NATIVE_MTP_ASYNC_DRAFT_EVAL, EXO_PREFIX_CACHE_ENABLED, "
+    "EXO_PREFIX_DISK_GB, EXO_BATCHING_ENABLED, EXO_PROMPT_LOOKUP_ENABLED, EXO_LOOP_GUARD, "
+    "EXO_KV_BITS, EXO_CARDS_DIR, EXO_PROFILES_FILE, "
+    "EXO_KEEP_ALIVE, EXO_KEEP_AWAKE, EXO_LOAD_TIMEOUT, EXO_MEASURE_AT_LOAD, EXO_KERNELS, "
+    "EXO_TIMING."
 )
 
 _Name = Annotated[

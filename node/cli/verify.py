@@ -20,7 +20,7 @@ _Depth = Annotated[
 ]
 _Quick = Annotated[bool, switch("Fewer prompts, tokens and samples.", "--quick")]
 _Report = Annotated[
-    str | None, option("FILE", "Write the report to send to us; - prints it instead.", "--json")
+    str | None, option("FILE", "Write the report to send to us; - prints it instead.", "--report")
 ]
 
 
@@ -29,7 +29,7 @@ def verify(
     k: _Depth = None,
     dtype: Dtype = None,
     quick: _Quick = False,
-    json_file: _Report = None,
+    report: _Report = None,
     models_dir: ModelsDir = None,
 ) -> None:
     """Check that drafts change no answer of a model.
@@ -42,7 +42,7 @@ def verify(
         **model_facts(local),
         "k": _depth(k, local),
         "quick": quick,
-        "json_file": absolute(json_file) if json_file not in (None, STDOUT) else json_file or "",
+        "json_file": absolute(report) if report not in (None, STDOUT) else report or "",
         "quantization": local.card.quantization,
     }
     raise typer.Exit(run_child(_CHILD, json.dumps(request), environment))

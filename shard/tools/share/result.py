@@ -74,7 +74,6 @@ class SharedIdentity(_Part):
         description="of `exo-node verify --quick`; null where not all of its checks were reached"
     )
     parts: dict[PartName, Literal["ok", "differs", "defect", "skipped"]] = Field(max_length=64)
-    floor: int | None = Field(default=None, ge=1, le=65, description="of earlier versions")
     sets: dict[Text, Text] = Field(
         default={}, max_length=200, description="which rows and keys of a part agree, if measured"
     )

@@ -104,11 +104,6 @@ def test_a_prompt_that_says_json_asks_for_none() -> None:
     assert exo_node("chat", "--", "--json").stderr.startswith("exo-node: no node runs")
 
 
-def test_a_report_is_no_wish_for_json_errors() -> None:
-    result = exo_node("verify", "no/such", "--json", "-")
-    assert (result.returncode, result.stderr.startswith("exo-node: ")) == (1, True), result.stderr
-
-
 def test_a_question_that_is_answered_with_no_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise typer.Abort

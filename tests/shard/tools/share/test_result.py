@@ -36,7 +36,7 @@ FIRST_VERSION = b"""{"kind": "exo-node result", "schema_version": 1, "date": "20
 "system": "macOS 15.5"}, "versions": {"exo_node": "0.1.0", "mlx": "0.32.4", "mlx_lm": "0.32.2",
 "python": "3.13.1"}, "model": {"id": null, "fingerprint": null, "weights": "published",
 "dtype": "bfloat16", "bits": 4, "layers": 64, "weight_gb": 15.1, "max_k": 3}, "identity":
-{"verdict": "near_tie", "parts": {"blocks": "differs"}, "floor": 2, "greedy": "near_tie",
+{"verdict": "near_tie", "parts": {"blocks": "differs"}, "greedy": "near_tie",
 "batch": "off", "copies": false}, "speed": {"plain_tok_s": {"median": 20.0, "least": 19.0,
 "most": 21.0}, "drafted_tok_s": null, "ratio": null, "accepted_share": null,
 "first_token_s": null, "prompt_tokens": null, "repeats": 1}, "source": null}"""
