@@ -475,13 +475,13 @@ def test_the_child_takes_what_the_command_asks(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("exo_node.node.cli.verify.run_child", run_child)
     expected: dict[str, Any] = {"dtype": "float32", "quick": True, "models_dir": None}
     with pytest.raises(typer.Exit):
-        verify_command("demo", k=2, json_file="-", **expected)
+        verify_command("demo", k=2, report="-", **expected)
     request = child.parse_request("verify", verify.VerifyRequest, requests[0].encode())
     spec = request.spec
     assert (request.k, request.json_file, request.quick) == (2, "-", True)
     assert (spec.model, spec.dtype, spec.native_mtp) == ("demo", "float32", True)
     with pytest.raises(InvalidSettings, match="--k: 4, and demo drafts at most 3"):
-        verify_command("demo", k=4, json_file=None, **expected)
+        verify_command("demo", k=4, report=None, **expected)
 
 
 def test_the_child_ends_with_one_line_for_an_error() -> None:
