@@ -1,6 +1,5 @@
 """`exo-node chat`: one question, or a conversation on the terminal."""
 
-import json
 import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -34,7 +33,6 @@ HELP: Final = """\
                      (drafts a round, 0 for none); - takes it back
 /stats               the last answer's numbers
 /clear               a new conversation
-/save FILE           what was said, as JSON
 /quit                the end, as is Ctrl-D
 Ctrl-C ends the answer, not the session. Alt-Enter begins a new line."""
 _K: Final = "num_draft_tokens"
@@ -176,8 +174,6 @@ class ChatSession:
             case "clear":
                 self.messages.clear()
                 return "a new conversation"
-            case "save":
-                return self._save(rest.strip())
             case "quit" | "exit" | "bye":
                 raise EndSession
             case _:
@@ -207,16 +203,6 @@ class ChatSession:
         except ValueError:
             return f"{escape_controls(text)} is no number"
         return f"{name} is {self.options[name]}"
-
-    def _save(self, name: str) -> str:
-        if not name:
-            return "/save FILE"
-        saved = {"model": self.model, "system": self.system, "messages": self.messages}
-        try:
-            _ = Path(name).expanduser().write_text(json.dumps(saved, indent=2) + "\n")
-        except OSError as fault:
-            return f"{escape_controls(name)} cannot be written: {fault.strerror}"
-        return f"saved as {escape_controls(name)}"
 
 
 def run(session: ChatSession, lines: Lines, ask: Ask) -> None:

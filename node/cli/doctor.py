@@ -44,7 +44,7 @@ class Finding:
 def doctor(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """Look for what is wrong here.
 
-    Versions, backend, disk, memory, ports and the other nodes are looked at. Exit status 1 where
+    Versions, backend, disk, memory and the other nodes are looked at. Exit status 1 where
     something is.
     """
     settings = client_settings(port, data_dir)
@@ -72,7 +72,6 @@ def check_all(data_dir: Path, endpoint: ApiEndpoint | ExoNodeError) -> Iterator[
         yield Finding("network", "wrong", blocked, local_network.REMEDY)
     if isinstance(endpoint, ExoNodeError):
         yield Finding("node", "warning", endpoint.message)
-        yield from ports()
     else:
         yield from _node(endpoint)
 
@@ -140,20 +139,6 @@ def disk(what: str, folder: Path) -> Finding:
     if free < _LEAST_DISK:
         return Finding(what, "warning", text, "models need more; `exo-node models rm` deletes one")
     return Finding(what, "ok", text)
-
-
-def ports() -> Iterator[Finding]:
-    """Whether a node could bind its default ports; only where none runs."""
-    for number, use in ((52415, "HTTP"), (52416, "nodes"), (52417, "joining")):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", number))
-            except OSError:
-                remedy = "end what has it, or choose others with --port and --grpc-port"
-                yield Finding("port", "warning", f"{number} ({use}) is in use", remedy)
-            else:
-                yield Finding("port", "ok", f"{number} ({use}) is free")
 
 
 def _node(endpoint: ApiEndpoint) -> Iterator[Finding]:

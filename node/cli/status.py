@@ -16,9 +16,6 @@ from .times import TIMES
 
 NO_MODEL: Final = "no model is loaded; `exo-node chat` loads one"
 
-_PREFIX_BYTES: Final = ("prefix_cache_bytes", "prefix_disk_bytes")
-_PREFIX_ROWS: Final = ("prefix_memory_rows", "prefix_disk_rows", "prefix_peer_rows")
-_PREFIX_HEADER: Final = ("TOKENS FROM MEMORY", "FROM DISK", "FROM COPIES")
 _NOTHING: Final[Json] = {}
 
 
@@ -118,24 +115,7 @@ def status_text(
         )
         rows = [_totals_row(*each) for each in answered.items()]
         lines += ["", *table(header, rows, width=width)]
-    return output.joined([*lines, *_prefix_table(nodes, width)])
-
-
-def _prefix_table(nodes: Sequence[Json], width: int | None) -> list[str]:
-    """Lines of each runner's cached prompts, and the tokens that it did not read again, by tier;
-    none if nothing is cached."""
-    rows = [
-        (marked_name(node), text_of(stage.get("model")), *map(size, cached), *map(str, hits))
-        for node in nodes
-        for stage in node.get("stages", [])
-        for cached in [[stage.get(field) or 0 for field in _PREFIX_BYTES]]
-        for hits in [[stage.get(field) or 0 for field in _PREFIX_ROWS]]
-        if any((*cached, *hits))
-    ]
-    if not rows:
-        return []
-    header = ("PROMPTS CACHED ON", "MODEL", "MEMORY", "DISK", *_PREFIX_HEADER)
-    return ["", *table(header, rows, width=width)]
+    return output.joined(lines)
 
 
 def offline_text(setting: object) -> str:

@@ -88,8 +88,6 @@ def test_settings_reach_the_request_and_are_taken_back() -> None:
         ("/set temperature nan", "nan is no number"),
         ("/model nope", "nope is not on this cluster; demo, big are"),
         ("/stats", "nothing was answered yet"),
-        ("/save", "/save FILE"),
-        ("/save /nowhere/at/all", "cannot be written"),
         ("/help", HELP),
     ],
 )
@@ -118,13 +116,6 @@ def test_a_failed_answer_ends_neither_the_session_nor_stays_as_a_lone_question(
     run(ChatSession("demo"), Typed("one", "two"), ask)
     assert counts == [1, 1]
     assert capsys.readouterr().err.count("exo-node: the node is gone") == 2
-
-
-def test_a_conversation_is_saved(tmp_path: Path) -> None:
-    session = ChatSession("demo")
-    _ = bodies_of(session, "one", f"/save {tmp_path / 'said.json'}")
-    saved = json.loads((tmp_path / "said.json").read_text())
-    assert saved["messages"] == session.messages and saved["model"] == "demo"
 
 
 def test_quit_ends_it() -> None:

@@ -39,14 +39,6 @@ def test_a_cell_cannot_draw_on_the_terminal_and_wide_characters_keep_the_columns
 
 # ---------------------------------------------------------------------------- status
 
-_CACHED = {
-    "model": "demo",
-    "prefix_cache_bytes": 50 * 10**6,
-    "prefix_disk_bytes": 2 * 10**9,
-    "prefix_memory_rows": 760,
-    "prefix_disk_rows": 300,
-}
-
 
 def test_status_says_how_many_tokens_are_drafted_and_why() -> None:
     drafting = {
@@ -119,7 +111,7 @@ NODE  STATUS  CHIP  BACKEND  MEMORY  ADDRESS
 no model is loaded; `exo-node chat` loads one""",
         ),
         (
-            {"nodes": [{"id": "n", "name": "a", "stages": [_CACHED, {"model": "new"}]}]}
+            {"nodes": [{"id": "n", "name": "a", "stages": [{"model": "new"}]}]}
             | {"offline": "EXO_OFFLINE", "trouble": "no\ndisk"},
             [_FAILED, {"model": "demo", "drafting": {"num_draft_tokens": 2}}],
             {"demo": _TOTALS, "new": {}},
@@ -138,10 +130,7 @@ demo   -                          on, 2 a round
 
 ANSWERED HERE  ANSWERS  TOKENS  PROMPTS CACHED  SHARED STEPS  ACCEPTED
 demo           12       50      25 %            80 %          67 %
-new            -        -       -               -             -
-
-PROMPTS CACHED ON  MODEL  MEMORY  DISK    TOKENS FROM MEMORY  FROM DISK  FROM COPIES
-a                  demo   50 MB   2.0 GB  760                 300        0""",
+new            -        -       -               -             -""",
         ),
     ],
     ids=["fields of another version are missing", "trouble, a failure, and answers"],
