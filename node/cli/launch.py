@@ -53,9 +53,6 @@ def choose(
 
     Raises InvalidSettings with what is missing and models that would do, and CommandFailed.
     """
-    if context is not None and context < tool.least_context:
-        least = f"{tool.title} needs {_tokens(tool.least_context)}"
-        raise InvalidSettings(f"--context: {context} are too few; {least}", param="--context")
     # As the tool will call: with the key, and without the rights of the node's own user.
     as_the_tool = replace(endpoint, token=None)
     listed = call(as_the_tool, "/v1/models", timeout_s=TIMES.model_list_s).get("data", [])
@@ -130,9 +127,7 @@ def _remedy(tool: CodingTool, entries: Sequence[Entry]) -> str:
             f"no model here has the {_tokens(tool.least_context)} of context that it needs{tools}: "
             "`exo-node models recommend` names models that fit this machine"
         )
-    if len(names) > _NAMED + 1:  # "and 1 others" would be as long as a name
-        names = [*names[:_NAMED], f"and {len(names) - _NAMED} others"]
-    return f"`exo-node launch {tool.command} MODEL` names one: {', '.join(names)}"
+    return f"`exo-node launch {tool.command} MODEL` names one: {', '.join(names[:_NAMED])}"
 
 
 def _serves(entry: Entry, tool: CodingTool) -> bool:

@@ -64,7 +64,6 @@ def test_of_several_loaded_models_the_one_with_enough_context_is_taken(stub: Stu
         ([SMALL, OTHER], [], "demo has 4,096 tokens of context, and Claude Code needs 32,768"),
         ([SMALL, OTHER], ["demo"], "`exo-node launch claude MODEL` names one: other"),
         ([SHORT], [], "`--context 32768` loads it again with so many"),
-        ([LOADED], ["--context", "4096"], "--context: 4096 are too few; Claude Code needs 32,768"),
         ([BROKEN], ["broken"], "broken cannot be used: its config.json is missing"),
         ([LOADED], ["absent"], "no model 'absent' is on this machine"),
         ([EMBEDDER, OTHER], ["e"], "e embeds and does not answer; name another"),
@@ -91,14 +90,6 @@ def test_a_model_that_calls_no_tools_is_named_for_those_alone_that_need_none(
 ) -> None:
     serve(stub, PICTURES)
     assert words in output(printed(stub, tool))
-
-
-@pytest.mark.parametrize(("count", "end"), [(8, "m7"), (9, "m8"), (10, "m7, and 2 others")])
-def test_many_models_are_counted_and_a_single_one_more_is_named(
-    stub: Stub, count: int, end: str
-) -> None:
-    serve(stub, *({**OTHER, "id": f"m{number}"} for number in range(count)))
-    assert output(printed(stub, "claude")).rstrip("│ ").endswith(end)
 
 
 def test_a_model_without_a_format_for_calls_is_noted_for_tools_that_call(stub: Stub) -> None:
