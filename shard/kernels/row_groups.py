@@ -114,15 +114,8 @@ def may_depend_on_rows() -> bool:
 
 
 def products_of(modules: Sequence[nn.Module], dtype: mx.Dtype) -> dict[ProductKind, list[Any]]:
-    """The layers of each kind of product. `dtype`: that of hidden states.
-
-    On CUDA without linear layers: our own kernels compute those that they are quicker for, and of
-    the rest MLX reads all weights for each call, so that rows one by one would cost more than they
-    give. Experts are read for each row anyway.
-    """
+    """The layers of each kind of product that MLX computes. `dtype`: that of hidden states."""
     kinds = group_modules(modules, partial(kind_of, dtype=dtype))
-    if available():
-        kinds = {k: v for k, v in kinds.items() if not issubclass(k.layer, LINEAR + EMBEDDINGS)}
     # Embeddings are a product where they serve as the lm_head, in place of a layer of their size.
     linear = {kind.size for kind in kinds if not issubclass(kind.layer, EMBEDDINGS)}
     return {
@@ -180,6 +173,10 @@ def _lost_s(kind: ProductKind, layers: Sequence[Any], floor: int, clock: Clock) 
 def _group(kind: ProductKind, layers: Sequence[Any], agreeing: RowRange | None) -> KernelChoice:
     if agreeing is None:
         why = "no number of rows gives the same bits twice"
+        return KernelChoice(NAME, str(kind), len(layers), False, why)
+    if available() and agreeing == _ONE and issubclass(kind.layer, LINEAR + EMBEDDINGS):
+        # Experts are read for each row anyway.
+        why = "only single rows give the same bits, and MLX reads all weights for each call"
         return KernelChoice(NAME, str(kind), len(layers), False, why)
     is_grouped, name = agreeing != RowRange(1, kind.widths[-1]), NAME
     if is_grouped:

@@ -217,15 +217,19 @@ def test_layers_of_one_kind_are_measured_once(monkeypatch: pytest.MonkeyPatch) -
     assert kinds == [(64, mx.bfloat16)] * 6
 
 
-def test_on_cuda_linear_layers_are_left_to_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most", [1, 6])
+def test_on_cuda_linear_layers_of_mlx_are_not_computed_row_by_row(
+    monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
     experts = SwitchGLU(64, 96, 4)
-    monkeypatch.setattr(row_groups, "measure", lambda _layer, _kind: RowRange(1, 1))  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(row_groups, "measure", lambda _layer, _kind: RowRange(1, most))  # pyright: ignore[reportUnknownLambdaType]
     monkeypatch.setattr(row_groups, "may_depend_on_rows", lambda: True)
     monkeypatch.setattr(row_groups, "available", lambda: True)
     layers = [linear(64, 96), nn.Embedding(32, 64), experts]
-    [choice] = group_rows(layers, mx.bfloat16, perf_counter)
-    assert (choice.kernel, choice.used, choice.layers) == (row_groups.SINGLE, True, 1)
-    assert cast("Any", experts).agreeing == RowRange(1, 1)
+    choices = group_rows(layers, mx.bfloat16, perf_counter)
+    assert [choice.used for choice in choices] == [most > 1, most > 1, True]
+    assert [hasattr(layer, "agreeing") for layer in layers] == [most > 1, most > 1, True]
+    assert cast("Any", experts).agreeing == RowRange(1, most)
 
 
 @pytest.mark.usefixtures("few_values")
