@@ -90,6 +90,11 @@ def _stack_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
             stacked = experts.setdefault(f"{prefix}.switch_mlp.{part}_proj.{rest}", {})
             stacked[int(index)] = weights.pop(name)
     for name, parts in experts.items():
+        if sorted(parts) != list(range(len(parts))):
+            raise HeadUnusable(
+                f"the MTP head's experts have gaps in {name}; use the original repository's "
+                "checkpoint"
+            )
         shapes = {part.shape for part in parts.values()}
         if len(shapes) > 1:
             raise HeadUnusable(

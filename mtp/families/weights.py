@@ -63,8 +63,20 @@ def fill_head(family: Family, source: HeadSource) -> DraftHead:
             f"the MTP head has {len(extra)} tensors that config.json does not predict, the first "
             f"{extra[0]}; use the original repository's checkpoint"
         )
+    used = {family.canonical(name): weight for name, weight in weights.items()}
+    if _numbers(source.tensors) > _numbers(used):
+        raise HeadUnusable(
+            "the MTP head holds a part twice, in two forms, of which one would be left out; use "
+            "the original repository's checkpoint"
+        )
     head.load_weights([(name, weights[name]) for name in parameters])
     return head
+
+
+def _numbers(tensors: Mapping[str, mx.array]) -> int:
+    """The numbers of a head's tensors by canonical name, but for copies and the scales of FP8."""
+    own = (name for name in tensors if not name.startswith(_COPIES) and "_scale_inv" not in name)
+    return sum(tensors[name].size for name in own)
 
 
 def cast_parameters(module: nn.Module, dtype: mx.Dtype) -> None:

@@ -104,6 +104,15 @@ def test_tensors_that_do_not_fit_together_are_refused(tensor: str) -> None:
     assert "do not fit together" in reason
 
 
+def test_a_projection_in_two_forms_is_refused(tmp_path: Path) -> None:
+    raw, converted = (
+        head_tensors(make_checkpoint(tmp_path / str(form), "deepseek_v3", raw=form))
+        for form in (True, False)
+    )
+    family = made_family(stage_of(tmp_path / "True", 4), "post_norm")
+    assert "a part twice" in refusal(family, raw | converted)
+
+
 def drafted(family: Family, tensors: Tensors, raw: bool, dtype: mx.Dtype = mx.float32) -> mx.array:
     """Draft logits for arbitrary hiddens."""
     head = load_head(family, HeadSource(tensors, raw), dtype)

@@ -187,10 +187,21 @@ def test_a_partial_set_of_experts_is_refused(moe: Qwen35Family) -> None:
     tensors = tensors_of(moe.make_head())
     short, half = unfused(tensors), fused(tensors)
     for part in PARTS:
-        del short[f"{EXPERTS}2.{part}.weight"]
-    assert f"{SWITCH}gate_proj.weight has shape (3, 64, 64)" in refusal(moe, short)
+        short[f"{EXPERTS}4.{part}.weight"] = short.pop(f"{EXPERTS}2.{part}.weight")
+    assert f"gaps in {SWITCH}" in refusal(moe, short)
+    for part in PARTS:
+        del short[f"{EXPERTS}3.{part}.weight"], short[f"{EXPERTS}4.{part}.weight"]
+    assert f"{SWITCH}gate_proj.weight has shape (2, 64, 64)" in refusal(moe, short)
     del half[f"{EXPERTS}down_proj"]
     assert f"lacks {SWITCH}down_proj.weight" in refusal(moe, half)
+
+
+@pytest.mark.parametrize("layout", [fused, unfused])
+def test_experts_in_two_forms_are_refused(
+    moe: Qwen35Family, layout: Callable[[Tensors], Tensors]
+) -> None:
+    tensors = tensors_of(moe.make_head())
+    assert "a part twice" in refusal(moe, layout(tensors) | tensors)
 
 
 def test_experts_of_unlike_shapes_are_refused(moe: Qwen35Family) -> None:
