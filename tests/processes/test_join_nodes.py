@@ -361,25 +361,6 @@ def test_a_stopped_node_takes_a_key_for_its_next_start(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------- refused
 
 
-def test_two_established_clusters_name_each_other_once_and_stay_apart(tmp_path: Path) -> None:
-    with (
-        node(tmp_path / "a", QUIET, env={"EXO_CLUSTER_KEY": "a" * 32}) as one,
-        node(
-            tmp_path / "b",
-            QUIET,
-            "--peer",
-            f"127.0.0.1:{one.itself()['port']}",
-            env={"EXO_CLUSTER_KEY": "b" * 32},
-        ) as two,
-    ):
-        for each in (one, two):
-            eventually(lambda each=each: "is of another cluster" in each.log.read_text(), WITHIN_S)
-            assert each.log.read_text().count("is of another cluster") == 1
-            assert "Handshake failed" not in each.log.read_text(), "gRPC logs it every second"
-        eventually(lambda: "of this cluster" in two.log.read_text(), WITHIN_S)
-        assert alive(one) == alive(two) == 1
-
-
 def _copy(original: Node, folder: Path) -> Path:
     """Copies the data folder, as a backup or a cloned disk does."""
     folder.mkdir()
@@ -408,18 +389,3 @@ def _status(data_dir: Path, peer: Node, env: Any = None) -> int:
     finally:
         process.kill()
         _ = process.wait()
-
-
-def test_a_node_that_is_killed_and_comes_back_at_another_port_is_no_copy(
-    members: list[Node],
-) -> None:
-    """The last test of `members`, as it kills one of them."""
-    one, two = members
-    port = two.itself()["port"]
-    two.process.kill()
-    _ = two.process.wait()
-    (two.data_dir / "node.json").unlink()  # `node` waits for the next process's
-    peer = ("--peer", f"127.0.0.1:{one.itself()['port']}")
-    with node(two.data_dir, QUIET, *peer, env=ONE_KEY) as again:
-        eventually(lambda: together([one, again]), WITHIN_S)
-        assert again.itself()["port"] != port

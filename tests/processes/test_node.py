@@ -166,30 +166,6 @@ def test_concurrent_answers_share_forwards_and_are_the_oracles(demo: Node) -> No
     assert {stats["batch_identity"] for stats in shared} == {"bitwise"}
 
 
-def test_a_placement_shows_why_depth_is_what_it_is(demo: Node) -> None:
-    answer = demo.chat("Who are you?", num_draft_tokens=1, max_tokens=12)
-    why = "K = 1 in every round: the request's num_draft_tokens"
-    assert answer["generation_stats"]["depth_reason"] == why
-
-    def drafting() -> dict[str, Any]:
-        (placement,) = demo.call("GET", "/v1/placements").body["data"]
-        return placement["drafting"]
-
-    eventually(lambda: drafting()["depth_reason"] == why, 20)
-    described = (drafting()["num_draft_tokens"], drafting()["draft_policy"])
-    assert described == (3, "adaptive"), "of a request without a K"
-    assert drafting()["prompt_lookup"] == model_of(demo)["prompt_lookup"] == COPIES
-
-
-COPIES = {"enabled": True, "reason": ""}
-
-
-def model_of(running: Node) -> dict[str, Any]:
-    """The demo in the list of models."""
-    listed = running.call("GET", "/v1/models").body["data"]
-    return next(model for model in listed if model["id"] == "demo")
-
-
 def test_the_native_mtp_setting_applies_to_the_next_request(demo: Node) -> None:
     on = demo.chat("Who are you?", return_token_ids=True, max_tokens=12)
     assert demo.call("PATCH", "/v1/settings", {"native_mtp_enabled": False}).status == 200

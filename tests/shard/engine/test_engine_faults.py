@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from driven import begin, driven
-from engines import answer, changed, request
+from engines import changed, request
 from readers import Reader, alone, assert_as_alone, both_ways, engine, prompt
 
 from exo_node.mtp.targets import FamilyTarget
@@ -245,16 +245,3 @@ def test_a_slow_reader_leaves_the_batch_and_comes_back_with_the_same_ids(
     assert 4 in sizes[:without] and 4 in sizes[without:]
     assert len(changes) < 12, "not once for each round that it missed"
     assert_as_alone(readers)
-
-
-def test_a_request_that_cannot_begin_leaves_its_name_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    served, engine_request = engine(), request(prompt(0), 2, 8)
-
-    def fails(*_: object) -> None:
-        raise ZeroDivisionError
-
-    with monkeypatch.context() as broken:
-        broken.setattr(TextEngine, "_new_request", fails)
-        with pytest.raises(ZeroDivisionError):
-            _ = list(served.generate(engine_request))
-    assert answer(served, engine_request).ids == alone(engine_request).ids

@@ -1,7 +1,6 @@
 """Caches of 4 and 8 bits: drafts, prefixes, splits and rollback give what they give without."""
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -13,12 +12,10 @@ from small import LAYERS, PROMPT, small_checkpoint
 from zoo import tiny_config
 from zoo_runs import small
 
-from exo_node.mtp.caches.rollback import rollback
-from exo_node.mtp.probe import live_arrays
 from exo_node.placement.errors import LoadFailed
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.answers.text_engine import TextEngine
-from exo_node.shard.engine.states.cache_parts import joined, row_bytes, rows_of
+from exo_node.shard.engine.states.cache_parts import row_bytes
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_model import KvQuantisation, StageModel
 from exo_node.shard.runner.generator_wire import event_to_wire
@@ -90,43 +87,9 @@ def test_a_row_takes_its_bits_and_its_scales(bits: int, share: float) -> None:
     assert sizes[1] == sizes[0] * share
 
 
-def test_rows_that_were_cut_and_joined_are_the_same_cache() -> None:
-    whole = filled_cache(7)
-    parts = [rows_of(whole, 0, 3), rows_of(whole, 3, 7)]
-    twin = joined(list(parts))
-    assert isinstance(twin, QuantizedKVCache)
-    assert (twin.offset, twin.bits, twin.group_size) == (7, 8, 32)
-    assert sum(part.bytes for part in parts) == 7 * row_bytes(whole)
-    same(live_arrays([whole]), live_arrays([twin]))
-    row = numbers(1, seed=9)
-    for cache in (whole, twin):
-        _ = cache.update_and_fetch(*row)
-    same(live_arrays([whole]), live_arrays([twin]))
-
-
-def test_rows_that_were_taken_back_leave_no_trace() -> None:
-    straight, turned = filled_cache(5), filled_cache(5)
-    _ = turned.update_and_fetch(*numbers(3, seed=4))
-    rollback([turned], 3)
-    for cache in (straight, turned):
-        _ = cache.update_and_fetch(*numbers(2, seed=5))
-    same(live_arrays([straight]), live_arrays([turned]))
-
-
 def numbers(rows: int, seed: int) -> tuple[mx.array, mx.array]:
     keys, values = (mx.random.normal((1, 2, rows, 32), key=mx.random.key(seed + i)) for i in (0, 9))
     return keys, values
-
-
-def filled_cache(rows: int) -> QuantizedKVCache:
-    cache = QuantizedKVCache(32, 8)
-    _ = cache.update_and_fetch(*numbers(rows, seed=1))
-    return cache
-
-
-def same(some: Sequence[mx.array], others: Sequence[mx.array]) -> None:
-    assert len(some) == 6
-    assert all(mx.array_equal(a, b).item() for a, b in zip(some, others, strict=True))
 
 
 @pytest.mark.parametrize(

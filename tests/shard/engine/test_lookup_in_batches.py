@@ -21,13 +21,12 @@ from small import LAYERS, small_engine, small_spec
 
 from exo_node.mtp.drafting.acceptance import Acceptance
 from exo_node.mtp.drafting.lookup import NO_MATCH, Match, SuffixIndex
-from exo_node.mtp.types import Round, Sampling
+from exo_node.mtp.types import Sampling
 from exo_node.shard.engine.answers.lookup_control import NOT_EXACT_TOGETHER, STATE_LENGTHS
 from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.batch import Batch
 from exo_node.shard.engine.issued_round import IssuedRound
 from exo_node.shard.engine.request import Parameters
-from exo_node.shard.engine.step_outcome import StepOutcome
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.text.grammars.grammar import Gate
 from exo_node.shard.text.grammars.grammars import GrammarSpec
@@ -109,46 +108,6 @@ def assert_plain(readers: Sequence[Reader]) -> None:
 
 def shared_copies(reader: Reader) -> int:
     return sum(r.is_copied for r in reader.rounds if r.forward.batch > 1)
-
-
-@pytest.fixture
-def landed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[IssuedRound, list[StepOutcome]]]:
-    """Each round with its outcomes, as it was read."""
-    rounds, land = list[tuple[IssuedRound, list[StepOutcome]]](), Batch.land
-
-    def watched(self: Batch, flight: IssuedRound, running: int) -> list[StepOutcome]:
-        outcomes = land(self, flight, running)
-        rounds.append((flight, outcomes))
-        return outcomes
-
-    monkeypatch.setattr(Batch, "land", watched)
-    return rounds
-
-
-@both_ways
-@pytest.mark.parametrize("k", [0, 2])
-def test_repeated_text_and_prose_share_rounds(
-    landed: list[tuple[IssuedRound, list[StepOutcome]]], k: int, ahead: bool
-) -> None:
-    """Copies of one round are rejected at different places, and prose keeps the head's drafts."""
-    options: dict[str, Any] = {"max_tokens": 2 * TOKENS}
-    readers = [
-        Reader(prose(4, k, **options)),
-        Reader(prose(5, 1, prompt_lookup=False, **options)),
-        Reader(repeating(1, k, places=(12, 25, 31), **options), begins=2),
-        Reader(repeating(2, k, places=(15, 23, 37), adaptive_draft=True, **options), begins=2),
-    ]
-    together(copying(runs_ahead=ahead), readers)
-    assert_plain(readers)
-    assert [shared_copies(reader) > 0 for reader in readers[1:]] == [False, True, True]
-    ragged = [
-        {o.step.accepted for o in outcomes if isinstance(o.step, Round) and o.step.is_copied}
-        for _, outcomes in landed
-    ]
-    assert any(len(accepted) > 1 for accepted in ragged)
-    mixed = [f for f, _ in landed if any(f.plan.copies) and not all(f.plan.copies)]
-    assert mixed and any(f.plan.head > 0 for f in mixed)
-    assert {8} <= {f.width for f in mixed} <= ({8, 3, 2} if k else {8})  # one adapts its depth
 
 
 @pytest.mark.parametrize("seed", seeds(2, 12))

@@ -2,9 +2,7 @@
 
 # pyright: reportPrivateUsage=false
 
-import itertools
 import logging
-import re
 import signal
 import subprocess
 import sys
@@ -33,7 +31,6 @@ from exo_node.shard.engine.attempts import FATAL, MAX_DEATHS, Attempts
 from exo_node.shard.engine.measuring import (
     BUSY_PAUSE,
     NOT_MEASURED,
-    RETRIES_S,
     Measuring,
     repeated,
 )
@@ -174,36 +171,6 @@ def test_a_gpu_fault_of_an_answer_is_not_the_measurements(monkeypatch: pytest.Mo
 
 WATCHDOG = "[METAL] Command buffer execution failed: (2:kIOGPUCommandBufferCallbackErrorTimeout)"
 NO_MEMORY = "[malloc] Unable to allocate 34359738368 bytes."
-
-
-@pytest.mark.parametrize("words", [WATCHDOG, NO_MEMORY])
-def test_a_measurement_that_a_gpu_fault_ended_is_repeated_later(words: str) -> None:
-    """What kept the GPU busy, or had its memory, may have ended."""
-    clock, tries = Clock(), list[float]()
-
-    def failing(ends: list[bool]) -> Generator[None, None, str]:
-        yield
-        tries.append(clock.now)
-        if not ends.pop(0):
-            raise RuntimeError(words)
-        return "bitwise"
-
-    def measured(ends: list[bool], results: list[str]) -> Generator[float | None]:
-        results.append((yield from repeated(lambda: failing(ends))))
-
-    results = list[str]()
-    measuring = Measuring(lambda: measured([False, False, True], results), clock)
-    while not measuring.is_done:
-        if not measuring.step(idle=True):
-            clock.now += 1
-    assert results == ["bitwise"]
-    assert [b - a for a, b in itertools.pairwise(tries)] == list(RETRIES_S)
-    never = Measuring(lambda: measured([False] * 3, results), clock)
-    with pytest.raises(RuntimeError, match=re.escape(words)):
-        while True:
-            clock.now += RETRIES_S[-1]
-            _ = never.step(idle=True)
-    assert results == ["bitwise"]
 
 
 def test_a_gpu_that_computes_nothing_after_a_measurement_ends_the_process_and_keeps_the_chunk(

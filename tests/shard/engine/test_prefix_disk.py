@@ -479,25 +479,6 @@ def test_a_child_of_a_file_that_was_deleted_meanwhile_has_its_rows(tmp_path: Pat
     assert cached_tokens(opened(tmp_path), SECOND, 1) == 460
 
 
-def test_a_cache_that_is_cleared_during_a_write_is_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    pieces_of, clears = prefix_disk.pieces_of, iter([True])
-
-    def clearing(*args: Any) -> Any:
-        for piece in pieces_of(*args):
-            yield piece
-            if next(clears, False):
-                for path in tmp_path.glob("*/*"):
-                    path.unlink()
-
-    monkeypatch.setattr(prefix_disk, "pieces_of", clearing)
-    with caplog.at_level(logging.WARNING):
-        assert cached_tokens(opened(tmp_path), FIRST, 1) == 0
-    assert caplog.text == "" and len(files(tmp_path)) == 1
-    assert cached_tokens(opened(tmp_path), FIRST, 1) == 300
-
-
 def test_without_its_data_folder_a_runner_writes_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

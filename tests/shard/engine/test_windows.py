@@ -11,7 +11,6 @@ from clocks import Clock
 from engines import answer, request
 from forced_copies import FixedLength, force
 from models import DEMO
-from readers import Reader, together
 from zoo import VOCABULARY, tiny_config
 from zoo_runs import small
 
@@ -96,18 +95,6 @@ def test_copies_change_no_answer(kind: str) -> None:
         rejected += result.stats.lookup_proposed_tokens - result.stats.lookup_accepted_tokens
     assert accepted > 0
     assert rejected > 0
-
-
-@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "llama with windows"])
-def test_copies_in_a_batch_change_no_answer(kind: str) -> None:
-    served = copying(kind)
-    expected = [repeated(served, seed) for seed in (10, 20, 30)]
-    readers = [Reader(each, begins=i) for i, (each, _) in enumerate(expected)]
-    together(served, readers)
-    assert [tuple(reader.ids) for reader in readers] == [tuple(plain) for _, plain in expected]
-    rounds = [round_ for reader in readers for round_ in reader.rounds]
-    assert max(round_.forward.batch for round_ in rounds) >= 2
-    assert any(round_.is_copied and 0 < round_.accepted < round_.drafted for round_ in rounds)
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "llama with windows"])

@@ -270,17 +270,6 @@ def test_a_shape_without_a_kernel_says_why(weights: product.Weights, says: str) 
     assert says in product.unfit(weights)
 
 
-def test_a_layer_of_another_kind_is_left_alone() -> None:
-    assert product.weights_of(nn.RMSNorm(64)) is None
-
-
-def test_a_bias_is_added_to_the_product() -> None:
-    layer, x = nn.Linear(64, 32, bias=True), mx.ones((1, 3, 64))
-    expected = layer(x)
-    product.put_in(layer, PlainProduct(), mx.float32)
-    assert mx.allclose(layer(x), expected, rtol=1e-5).item()
-
-
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_product_with_a_bias_is_in_no_launch_of_several(*, bias: bool) -> None:
     layer = cast("Any", nn.Linear(64, 32, bias=bias).to_quantized(group_size=32, bits=4))

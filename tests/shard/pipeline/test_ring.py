@@ -553,19 +553,6 @@ async def test_requests_under_way_are_renewed_and_no_others(
     assert {(f.WhichOneof("kind"), f.request, f.attempt) for f in renewed} == {("renew", "a", 1)}
 
 
-async def test_renewals_come_no_faster_however_often_the_stages_are_connected(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ring_module, "RENEW_S", 0.01)
-    ring, renewals = Ring("p1", "float32", HIDDEN), list[Ring]()
-    # It begins no next one.
-    monkeypatch.setattr(ring, "_renew", lambda: renewals.append(ring))
-    for _ in range(4):
-        ring.connect(Stream())  # pyright: ignore[reportArgumentType]
-    await asyncio.sleep(0.05)
-    assert renewals == [ring]
-
-
 # --------------------------------------------------------------------------------- memory
 
 
