@@ -79,7 +79,7 @@ SYNONYMS: Final[Mapping[str, Sequence[str]]] = {
     "load": ("models", "load"),
     "unload": ("models", "unload"),
     "ps": ("status",),
-    "top": ("status", "--watch"),
+    "top": ("status",),
     "version": ("--version",),
     "help": ("--help",),
 }

@@ -1,72 +1,33 @@
 """`exo-node status`: the node, its cluster and where models run."""
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from typing import Annotated, Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from ...placement.cluster import layer_range
 from . import output
 from .client import call, connect
-from .failures import CommandFailed
-from .flags import AsJson, DataDir, LocalPort, switch
+from .flags import AsJson, DataDir, LocalPort
 from .load import held_options_text
 from .output import Json, caches_text, share, size, table, text_of, texts
-from .times import TIMES
 
 NO_MODEL: Final = "no model is loaded; `exo-node chat` loads one"
 
 _NOTHING: Final[Json] = {}
 
 
-_Watch = Annotated[bool, switch("On a terminal: again each second, until Ctrl-C.", "--watch")]
-
-
-def status(
-    watch: _Watch = False, port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = False
-) -> None:
+def status(port: LocalPort = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """Show the node, its cluster and where models run."""
-
-    def read() -> dict[str, Any]:
-        endpoint = connect(port, data_dir)  # after a restart it may have another port
-        return {
-            "cluster": call(endpoint, "/v1/cluster"),
-            "placements": call(endpoint, "/v1/placements").get("data", []),
-            "answered": call(endpoint, "/v1/mtp/stats").get("models", {}),
-            "asking": call(endpoint, "/v1/join/requests").get("data", []),
-        }
-
-    def text() -> str:
-        return status_text(**read(), width=output.terminal_width())
-
+    endpoint = connect(port, data_dir)
+    state: dict[str, Any] = {
+        "cluster": call(endpoint, "/v1/cluster"),
+        "placements": call(endpoint, "/v1/placements").get("data", []),
+        "answered": call(endpoint, "/v1/mtp/stats").get("models", {}),
+    }
     if as_json:
-        output.print_json({name: part for name, part in read().items() if name != "asking"})
-    elif not watch or output.terminal_width() is None:
-        print(text())
-    else:
-        with suppress(KeyboardInterrupt):  # the way to end it
-            _draw(_again(text))
-
-
-def _again(text: Callable[[], str]) -> Iterator[str]:
-    """A text for each look; after one that failed the last text again, with why."""
-    last = text()
-    while True:
-        yield last
-        try:
-            last = text()
-        except CommandFailed as error:
-            yield f"{last}\n\nTROUBLE  {error.what}; this is what was seen before"
-
-
-def _draw(texts: Iterator[str]) -> None:
-    from rich.live import Live
-    from rich.text import Text
-
-    with Live(screen=True, auto_refresh=False) as live:
-        for text in texts:
-            live.update(Text(text, overflow="crop"), refresh=True)
-            time.sleep(TIMES.watch_every_s)
+        output.print_json(state)
+        return
+    asking = call(endpoint, "/v1/join/requests").get("data", [])
+    print(status_text(**state, width=output.terminal_width(), asking=asking))
 
 
 def status_text(

@@ -31,7 +31,6 @@ class Times:
     silent_s: float = 30.0
     """Many heartbeats: a node that sent none for this long does not reach this node."""
     load_look_s: float = 0.5
-    watch_every_s: float = 1.0
     line_every_s: float = 10.0
     drawn_every_s: float = 0.2
 

@@ -370,7 +370,7 @@ def test_each_command_is_explained_in_one_short_line() -> None:
         (["run", "tiny", "--max-tokens", "0"], ["chat", "--model", "tiny", "--max-tokens", "0"]),
         (["ls", "--port", "no"], ["models", "--port", "no"]),
         (["ps", "--port", "no"], ["status", "--port", "no"]),
-        (["top", "--json"], ["status", "--watch", "--json"]),
+        (["top", "--json"], ["status", "--json"]),
         (["pull", "nobody/nothing", "--no"], ["models", "pull", "nobody/nothing", "--no"]),
         (["rm"], ["models", "rm"]),
         (["delete", "demo"], ["models", "rm", "demo"]),
