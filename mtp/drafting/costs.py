@@ -11,7 +11,8 @@ ENOUGH: Final = 3
 LONGEST_S: Final = 3600.0
 """Longer rounds are not recorded: the process was stopped, or the machine asleep."""
 PACE_ROUNDS: Final = 9
-"""Rounds that show how fast the machine is at present."""
+"""Rounds that show how fast the machine is at present, and measurements that a form needs before
+its rounds do: else the pace would for ever make up for what was wrong with the first few."""
 SHORTEST_BUCKET: Final = 512
 
 
@@ -47,8 +48,9 @@ class CostTable:
     """Seconds of a request's share of rounds, of one model on one machine.
 
     A form of one request without measurements is estimated from the nearest measured context,
-    scaled by a form that was measured in both; without any, from what was probed at load. Copies
-    are estimated from the round without them; nothing else of several requests is.
+    scaled by a form that was measured in both; without any, from what was probed at load. One of
+    several requests is estimated from two of one or two drafts more, or less. Copies are estimated
+    from the round without them.
     """
 
     def __init__(
@@ -93,12 +95,12 @@ class CostTable:
             return
         size = form.size
         self._spent[size] = self._spent.get(size, 0.0) + seconds
-        if not is_trial and (median := self._medians.get(form)):
+        recent = self._recent.get(form) or deque(maxlen=RECENT)
+        if not is_trial and len(recent) >= PACE_ROUNDS:
             paces = self._paces.setdefault(size, deque(maxlen=PACE_ROUNDS))
-            paces.append(seconds / median)
+            paces.append(seconds / self._medians[form])
             if len(paces) >= ENOUGH:
                 self._pace[size] = _median(paces)
-        recent = self._recent.get(form) or deque(maxlen=RECENT)
         recent.append(seconds / self._pace.get(size, 1.0))
         self._set(form, recent)
 
@@ -122,9 +124,13 @@ class CostTable:
         return self._spent.get(size, 0.0) - self._tried_at.get(size, 0.0)
 
     def begin_trial(self, form: Form) -> None:
-        """Forgets what a form cost: it is about to be measured again."""
+        """Forgets all but the newest measurements of a form that is about to be measured again,
+        since a trial alone is noisy; all of one that copies, whose trial ends with its cost."""
         self._tried_at[form.size] = self._spent.get(form.size, 0.0)
-        _ = self._recent.pop(form, None), self._medians.pop(form, None)
+        recent = self._recent.pop(form, ())
+        _ = self._medians.pop(form, None)
+        if form.width == form.head:
+            self._set(form, deque(list(recent)[-ENOUGH:], RECENT))
 
     def estimate(self, form: Form) -> float | None:
         """Seconds of a round at the present pace, as other forms let expect them, if they do."""
@@ -143,9 +149,22 @@ class CostTable:
             base = self.seconds(Form(size, context, head, head))
             ratio = self.copy_ratios.get((size, width))
             return None if base is None or ratio is None else base * ratio
-        if size > 1 or head not in self._probed:
+        if size > 1:
+            return self._continued(form)
+        if head not in self._probed:
             return None
         return self._probed[head] * self._probe_scale(context) * self._pace.get(1, 1.0)
+
+    def _continued(self, form: Form) -> float | None:
+        """The cost of one draft more, or one less, than in two forms that were measured, if each
+        draft costs the same."""
+        for step in (-1, 1):
+            depths = form.head + step, form.head + 2 * step
+            near, far = (self._medians.get(form._replace(width=k, head=k)) for k in depths)
+            if near is not None and far is not None:
+                least = near if step < 0 else near / 2
+                return max(2 * near - far, least) * self._pace.get(form.size, 1.0)
+        return None
 
     def _scale(self, near: int, context: int) -> float:
         """The cost of one context relative to another, from the first form measured in both."""

@@ -113,7 +113,8 @@ class RoundPolicy:
 
     K is the best of those whose costs are known: probed for one request, for several only measured.
     There a K is tried only next to the best so far, since a round of many drafts can take several
-    times as long as a plain one. At intervals a neighbour is measured again.
+    times as long as a plain one: at once if nothing tells its cost, else as soon as its expected
+    loss is affordable. At intervals a neighbour is measured again.
 
     A copy takes the place of a request's own drafts at the same width where more of its tokens are
     expected to stand; that costs nothing. A wider round must pay for everybody's padding.
@@ -252,19 +253,21 @@ class RoundPolicy:
         k = min(max(search.k, floor), ceiling)
         wake = self.costs.row_seconds * unread
         rates = self._rates(offers, position, ceiling, floor, wake / WAKE_ROUNDS)
-        if k not in rates:
+        measured = [n for n in rates if self.costs.is_measured(Form.of(size, position, n, n))]
+        if k not in (known := rates if size == 1 else measured):
             return k
         if size > 1 or first.is_known:
-            best = max(rates, key=rates.__getitem__)
+            best = max(known, key=rates.__getitem__)
             if rates[best] > HYSTERESIS * rates[k]:
                 k = search.k = best
         near = [n for n in (k + 1, k - 1) if floor <= n <= ceiling]
         unknown = (n for n in near if n not in rates)
         if (tried := next(unknown, None)) is None:
             search.is_settled = True
-            if search.rounds >= TRIAL_EVERY:
-                near = [near[search.trials % len(near)]]
-                tried = self._affordable_trial(rates, k, near, size, position, wake)
+            due = [near[search.trials % len(near)]] if search.rounds >= TRIAL_EVERY else []
+            estimated = near if size > 1 else rates if due else ()
+            candidates = [*(n for n in estimated if n != k and n not in measured), *due]
+            tried = self._affordable_trial(rates, k, candidates, size, position, wake)
         if tried is None:
             return k
         search.tried_k, search.trials = tried, search.trials + 1
@@ -276,17 +279,15 @@ class RoundPolicy:
         self,
         rates: Mapping[int, float],
         k: int,
-        near: Sequence[int],
+        candidates: Sequence[int],
         size: int,
         position: int,
         wake: float,
     ) -> int | None:
-        """Another K than `k` whose trial loses little of the recent time: one that is not measured
-        yet, or else a neighbour."""
-        forms = {n: Form.of(size, position, n, n) for n in rates}
-        estimated = [n for n in rates if n != k and not self.costs.is_measured(forms[n])]
-        for n in (*estimated, *near):
-            slower, seconds = 1 - rates[n] / rates[k], self.costs.seconds(forms[n]) or 0.0
+        """The first of the `candidates` whose trial loses little of the recent time."""
+        for n in candidates:
+            seconds = self.costs.seconds(Form.of(size, position, n, n)) or 0.0
+            slower = 1 - rates[n] / rates[k]
             rounds = TRIAL_ROUNDS if n else PLAIN_TRIAL_ROUNDS
             loss = rounds * seconds * slower + (wake / size if n else 0.0)
             if loss <= TRIAL_SHARE * self.costs.seconds_since_trial(size_bucket(size)):

@@ -64,6 +64,9 @@ class Batch:
         self._tokens = self._last_tokens()
         self._drafted_last = False
         """Whether the head drafted for the last round."""
+        self._is_changed = True
+        """Whether no round was read since the members changed. The first one does not show what
+        others cost: kernels for its size may be compiled in it."""
 
     def issue(self, running: int) -> IssuedRound | None:
         """Builds the next round and begins its evaluation, or None if one in flight must be read.
@@ -108,7 +111,7 @@ class Batch:
             self._commit(flight, kept_rows)
             self._tokens = self._last_tokens()
         self._learn(flight, outcomes, self._seconds + self._clock() - began_at)
-        self._seconds = 0.0
+        self._seconds, self._is_changed = 0.0, False
         return outcomes
 
     def _learn(self, flight: IssuedRound, outcomes: Sequence[StepOutcome], seconds: float) -> None:
@@ -125,7 +128,8 @@ class Batch:
                 position, drafts.demand.rounds = round_.forward.position, drafts.demand.rounds + 1
                 if (own := drafts.demand.policy) is not None:
                     own.learn(1, position, plan.width, plan.head, seconds)
-        self._policy.learn(size, position, plan.width, plan.head, seconds)
+        if size == 1 or not self._is_changed:
+            self._policy.learn(size, position, plan.width, plan.head, seconds)
 
     def change(self, leaves: Sequence[Request], joins: dict[Request, State]) -> None:
         """Replaces members while nothing is in flight. Evaluates all arrays, so that no lazy graph
@@ -144,7 +148,7 @@ class Batch:
             self.drafter = None
         self._tokens = self._last_tokens()
         mx.eval(self.arrays())
-        self._seconds = 0.0
+        self._seconds, self._is_changed = 0.0, True
 
     def extract(self, request: Request) -> State:
         """The state of one request, which stays here until `change`. Nothing is in flight."""

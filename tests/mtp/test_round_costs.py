@@ -10,6 +10,7 @@ from exo_node.mtp.drafting.costs import (
     context_bucket,
     size_bucket,
 )
+from exo_node.mtp.drafting.round_policy import TRIAL_ROUNDS
 
 
 def alone(k: int, position: int = 0) -> Form:
@@ -55,7 +56,7 @@ def test_a_trial_replaces_what_was_measured_before() -> None:
     since = costs.seconds_since_trial(1)
     costs.begin_trial(alone(1))
     assert (since, costs.seconds_since_trial(1)) == (5.0 * RECENT, 0.0)
-    for _ in range(ENOUGH):
+    for _ in range(TRIAL_ROUNDS):
         costs.add(alone(1), 2.0, is_trial=True)
     assert (costs.seconds(alone(0)), costs.seconds(alone(1))) == (1.0, 2.0)
 
@@ -101,3 +102,25 @@ def test_only_rounds_of_one_request_without_copies_are_saved() -> None:
     for form in (alone(1, 600), Form.of(1, 600, 7, 0), Form.of(3, 0, 1, 1)):
         costs.add(form, 2.0)
     assert list(costs.cells()) == [(1, 1, (2.0,))]
+
+
+def test_a_pace_does_not_make_up_for_the_first_measurements_for_ever() -> None:
+    """The first plain rounds were slow as requests joined, and drafts were measured after them."""
+    costs, plain, drafted = CostTable(), Form.of(4, 0, 0, 0), Form.of(4, 0, 1, 1)
+    measured(costs, plain, 1.4)
+    measured(costs, drafted, 1.5)
+    measured(costs, plain, 1.0, RECENT)
+    assert costs.seconds(plain) == pytest.approx(1.0, rel=0.05)
+    assert costs.seconds(drafted) == pytest.approx(1.5, rel=0.05)
+
+
+def test_a_draft_more_of_several_requests_costs_as_much_as_the_last_one() -> None:
+    costs = CostTable()
+    forms = [Form.of(8, 0, k, k) for k in range(5)]
+    measured(costs, forms[1], 1.5)
+    assert costs.seconds(forms[2]) is None
+    measured(costs, forms[2], 2.25)
+    assert [costs.seconds(form) for form in forms] == [0.75, 1.5, 2.25, 3.0, None]
+    assert not costs.is_measured(forms[3])
+    measured(costs, forms[3], 2.0)  # by noise: a wider round is no cheaper than a narrower one
+    assert costs.seconds(forms[4]) == 2.0

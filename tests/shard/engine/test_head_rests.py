@@ -2,7 +2,9 @@
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -133,6 +135,32 @@ def test_neither_prompts_nor_answers_are_read_while_drafts_do_not_pay(bench: Ben
         stats = reader.end.stats
         assert (stats.drafter_kind, stats.num_draft_tokens) == ("native_mtp", 2)
         assert stats.draft_k_histogram[0] >= TOKENS - 10
+
+
+def test_the_first_round_after_a_change_of_members_teaches_no_costs(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels for its size may be compiled in it."""
+    learned, played = list[int](), list[int]()
+    plain_learn, plain_choose = RoundPolicy.learn, RoundPolicy.choose
+
+    def learn(self: RoundPolicy, size: int, *rest: Any) -> None:
+        learned.append(size)
+        plain_learn(self, size, *rest)
+
+    def choose(self: RoundPolicy, offers: Sequence[Offer], *rest: Any, **options: Any) -> Any:
+        played.append(len(offers))
+        return plain_choose(self, offers, *rest, **options)
+
+    monkeypatch.setattr(RoundPolicy, "learn", learn)
+    monkeypatch.setattr(RoundPolicy, "choose", choose)
+    readers = crowd(4, 20)
+    readers[0] = Reader(default(prompt(0, 20), TOKENS // 2))  # it leaves first
+    driven(watched(bench, ahead=False), readers)
+    for size in (3, 4):
+        stretches = sum(a != size == b for a, b in pairwise([0, *played]))
+        assert stretches and learned.count(size) == played.count(size) - stretches
+    assert learned.count(1) == played.count(1)
 
 
 def test_it_catches_up_where_so_many_leave_that_drafts_pay(bench: Bench) -> None:
