@@ -160,9 +160,8 @@ class Node:
             acquire=self._claims.acquire,
             report=self._claims.report,
         )
-        links = LinkService(local.profiling.measure_links)
         files = ModelFilesService(SharedModels(local.library), lambda: self._live_requests() > 0)
-        server = ControlServer(calls, local.keyring.for_server(join_port), links, files)
+        server = ControlServer(calls, local.keyring.for_server(join_port), LinkService(), files)
         local.grpc_port = await server.start(hosts, self._settings.grpc_port)
         _ = self._stack.push_async_callback(server.close)
         local.http_port = await self._api.start()

@@ -17,7 +17,6 @@ from .api.server import HttpServer, Services, build_app
 from .api.shared.profile_file import ProfileFile
 from .chat.chat import ChatService
 from .chat.metrics import Metrics
-from .chat.readiness import Readiness
 from .chat.totals import Totals
 from .head_client import ClusterHead
 from .join.operations import JoinOperations
@@ -59,10 +58,7 @@ class NodeApi:
         self._tokens = ApiTokens(settings.data_dir, always=beyond)
         metrics = Metrics(Totals())
         self._chat = ChatService(head, stages, metrics, timing, guards_loops=settings.loop_guard)
-        readiness = Readiness(placements, stages, timing)
-        operations = NodeOperations(
-            local, peering, placements, facts, readiness, metrics, self._tokens
-        )
+        operations = NodeOperations(local, peering, placements, facts, metrics, self._tokens)
         profiles = ProfileFile(settings.profiles_file)
         self._models = NodeModels(local, peering, operations.model_list, stages.local, profiles)
         services = Services(

@@ -15,7 +15,6 @@ from ..placement.ids import ModelId, PlacementId
 from ..placement.plan import Placement, Preview, planned_bytes, preview
 from .api.operations.plan_request import PlacementBody, PlanBody
 from .chat.metrics import CONTENT_TYPE, Metrics
-from .chat.readiness import Readiness
 from .chat.scrape import NodeState
 from .cluster.desired import Desired
 from .cluster.membership import Status as NodeStatus
@@ -43,7 +42,6 @@ class NodeOperations:
         peering: PeerWiring,
         placements: Placements,
         facts: NodeFactsSource,
-        readiness: Readiness,
         metrics: Metrics,
         tokens: ApiTokens,
     ) -> None:
@@ -52,7 +50,6 @@ class NodeOperations:
         self._cluster = peering.cluster
         self._placements = placements
         self._facts = facts
-        self._readiness = readiness
         self._metrics = metrics
         self._tokens = tokens
         self.model_list = self._models = ModelList(
@@ -90,9 +87,6 @@ class NodeOperations:
 
     async def profile(self) -> Mapping[str, Any]:
         return self._local.profiling.describe()
-
-    async def measure_cluster(self) -> Mapping[str, Any]:
-        return await self._local.profiling.measure_cluster()
 
     async def placements(self) -> dict[str, Any]:
         data = [self._placement(record) for record in self._placements.records]
@@ -149,14 +143,15 @@ class NodeOperations:
         return self._local.switches.describe()
 
     async def ready(self) -> tuple[bool, str]:
-        """Each placement made a step within seconds, or makes one now."""
+        """Whether this node can answer, or why not."""
         if trouble := self._trouble():
             return False, trouble
         if self._cluster.head is None:
             return False, "no head is elected yet"
-        fault = await self._readiness.fault()
-        if fault:
-            return False, fault
+        for record in self._placements.records:
+            if record.status != "ready":
+                why = record.error or record.step or record.why
+                return False, f"{record.card.id} is {record.status}" + (f": {why}" if why else "")
         if not self._placements.records:
             return True, "no model is loaded here; one is loaded when it is first asked for"
         return True, ""

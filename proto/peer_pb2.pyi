@@ -1009,41 +1009,6 @@ class Probe(_message.Message):
 Global___Probe: _TypeAlias = Probe  # noqa: Y015
 
 @_typing.final
-class MeasureRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___MeasureRequest: _TypeAlias = MeasureRequest  # noqa: Y015
-
-@_typing.final
-class MeasureReply(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    LINKS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkReport]: ...
-    def __init__(
-        self,
-        *,
-        links: _abc.Iterable[Global___LinkReport] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["links", b"links"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___MeasureReply: _TypeAlias = MeasureReply  # noqa: Y015
-
-@_typing.final
 class ModelOfferRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -119,11 +119,6 @@ class LinkStub:
                 request_serializer=exo__node_dot_proto_dot_peer__pb2.Probe.SerializeToString,
                 response_deserializer=exo__node_dot_proto_dot_peer__pb2.Probe.FromString,
                 _registered_method=True)
-        self.Measure = channel.unary_unary(
-                '/exo_node.v1.Link/Measure',
-                request_serializer=exo__node_dot_proto_dot_peer__pb2.MeasureRequest.SerializeToString,
-                response_deserializer=exo__node_dot_proto_dot_peer__pb2.MeasureReply.FromString,
-                _registered_method=True)
 
 
 class LinkServicer:
@@ -137,13 +132,6 @@ class LinkServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Measure(self, request, context):
-        """Measures the sender's links anew, all of them, one after the other.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_LinkServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -151,11 +139,6 @@ def add_LinkServicer_to_server(servicer, server):
                     servicer.Echo,
                     request_deserializer=exo__node_dot_proto_dot_peer__pb2.Probe.FromString,
                     response_serializer=exo__node_dot_proto_dot_peer__pb2.Probe.SerializeToString,
-            ),
-            'Measure': grpc.unary_unary_rpc_method_handler(
-                    servicer.Measure,
-                    request_deserializer=exo__node_dot_proto_dot_peer__pb2.MeasureRequest.FromString,
-                    response_serializer=exo__node_dot_proto_dot_peer__pb2.MeasureReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -186,33 +169,6 @@ class Link:
             '/exo_node.v1.Link/Echo',
             exo__node_dot_proto_dot_peer__pb2.Probe.SerializeToString,
             exo__node_dot_proto_dot_peer__pb2.Probe.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Measure(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/exo_node.v1.Link/Measure',
-            exo__node_dot_proto_dot_peer__pb2.MeasureRequest.SerializeToString,
-            exo__node_dot_proto_dot_peer__pb2.MeasureReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -42,8 +42,6 @@ class LinkStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Echo: _aio.StreamStreamMultiCallable[_peer_pb2.Probe, _peer_pb2.Probe]
     """Answers each message with `answer_bytes` bytes, at most 1 MiB."""
-    Measure: _aio.UnaryUnaryMultiCallable[_peer_pb2.MeasureRequest, _peer_pb2.MeasureReply]
-    """Measures the sender's links anew, all of them, one after the other."""
 
 class LinkServicer(metaclass=_abc_1.ABCMeta):
     """Served by the node process: what it takes to send bytes to this node and back."""
@@ -55,14 +53,6 @@ class LinkServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_abc.AsyncIterator[_peer_pb2.Probe], _abc.AsyncIterator[_peer_pb2.Probe]],
     ) -> _abc.AsyncIterator[_peer_pb2.Probe]:
         """Answers each message with `answer_bytes` bytes, at most 1 MiB."""
-
-    @_abc_1.abstractmethod
-    def Measure(
-        self,
-        request: _peer_pb2.MeasureRequest,
-        context: _aio.ServicerContext[_peer_pb2.MeasureRequest, _abc.Awaitable[_peer_pb2.MeasureReply]],
-    ) -> _abc.Awaitable[_peer_pb2.MeasureReply]:
-        """Measures the sender's links anew, all of them, one after the other."""
 
 def add_LinkServicer_to_server(servicer: LinkServicer, server: _aio.Server) -> None: ...
 

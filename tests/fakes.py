@@ -194,9 +194,6 @@ class FakeOperations:
     async def profile(self) -> Json:
         return {"nodes": [], "links": []}
 
-    async def measure_cluster(self) -> Json:
-        return await self.profile()
-
     async def placements(self) -> Json:
         return {"object": "list", "data": list(self.placed.values())}
 

@@ -4,7 +4,6 @@ chat.py: runs one request: claims a placement, streams the answer, resumes it af
 claim.py: an answer's claim on a placement, held open at the head; calls to heads and runners
 images.py: images in a conversation, and notes in their places
 metrics.py: measures answers and renders what Prometheus reads
-readiness.py: whether a loaded model would answer now
 requests.py: the internal chat request and its events
 resuming.py: the log of an answer, from which another attempt continues it
 scrape.py: metrics of sums and states that other objects hold

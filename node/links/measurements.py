@@ -3,11 +3,11 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
-from ...placement.errors import ExoNodeError, LoadFailed
+from ...placement.errors import LoadFailed
 from ...placement.gpu_faults import SHORTEST, ChunkLimit, GpuFault, shortened
 from ...placement.ids import NodeId
 from ...placement.kv_bits import FIELD as KV_BITS
@@ -32,7 +32,6 @@ CHUNK: Final = "prefill_chunk"
 _NODE_FACTS: Final = ("id", "name", "chip", "backend", "memory_bytes", "memory_bandwidth")
 
 Refusal = TypeVar("Refusal")
-_NOTHING: Final[Mapping[NodeId, Sequence[pb.LinkReport]]] = {}
 
 Members = Callable[[], Sequence[MemberFacts]]
 Load = Callable[[], Awaitable[pb.LoadReady]]
@@ -54,7 +53,6 @@ class Profiling:
         self._self = self_id
         self._addresses = list(addresses)
         self._profiles = profiles
-        self._client = client
         self._refusals: dict[str, SplitRefusal] = {}
         self._kv_refusals: dict[str, str] = {}
         self.gpu_faults = Counter[tuple[str, str]]()
@@ -95,14 +93,9 @@ class Profiling:
         )
         return facts
 
-    def describe(
-        self, fresh: Mapping[NodeId, Sequence[pb.LinkReport]] = _NOTHING
-    ) -> dict[str, Any]:
-        """The body of `GET /v1/cluster/profile`: nodes, and every measured path between two.
-
-        `fresh`: reports that are newer than the heartbeats'.
-        """
-        facts = [_with_links(member, fresh.get(member.id)) for member in self._members()]
+    def describe(self) -> dict[str, Any]:
+        """The body of `GET /v1/cluster/profile`: nodes, and every measured path between two."""
+        facts = [member.facts for member in self._members()]
         paths = link_paths(facts)
         return {
             "object": "cluster.profile",
@@ -113,24 +106,6 @@ class Profiling:
     def expect_other_links(self) -> None:
         """Every link is due: the measurements may be of another network."""
         self._prober.expect_others()
-
-    async def measure_links(self) -> list[pb.LinkReport]:
-        """Measures this node's links again."""
-        return await self._prober.measure_all()
-
-    async def measure_cluster(self) -> dict[str, Any]:
-        """Makes every node measure its links again, one node after the other."""
-        fresh: dict[NodeId, Sequence[pb.LinkReport]] = {}
-        for member in self._members():
-            if member.id == self._self:
-                fresh[member.id] = await self.measure_links()
-                continue
-            address = f"{member.facts.host}:{member.facts.port}"
-            try:
-                fresh[member.id] = await self._client.measure_all(address, member.id)
-            except ExoNodeError as fault:
-                log.warning("%s could not measure its links: %s", member.facts.name, fault)
-        return self.describe(fresh)
 
     async def load(self, spec: pb.StageSpec, checkpoint: str, load: Load) -> pb.LoadReady:
         """Completes `spec` for this node, runs `load`, and stores its measurements.
@@ -212,16 +187,6 @@ def _add_bounded(refusals: dict[str, Refusal], model: str, refusal: Refusal) -> 
     refusals[model] = refusal
     while len(refusals) > MAX_REFUSALS:
         del refusals[next(iter(refusals))]
-
-
-def _with_links(member: MemberFacts, fresh: Sequence[pb.LinkReport] | None) -> pb.NodeFacts:
-    if fresh is None:
-        return member.facts
-    facts = pb.NodeFacts()
-    facts.CopyFrom(member.facts)
-    del facts.links[:]
-    facts.links.extend(fresh)
-    return facts
 
 
 def _node(facts: pb.NodeFacts) -> dict[str, Any]:

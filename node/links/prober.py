@@ -87,7 +87,6 @@ class LinkProber:
 
     def __post_init__(self) -> None:
         self._table = LinkTable(self._timing)
-        self._turn = asyncio.Lock()
 
     def reports(self) -> list[pb.LinkReport]:
         """The measurements of all links, for the heartbeat."""
@@ -98,42 +97,37 @@ class LinkProber:
     async def run(self) -> None:
         """Measures the links that are due, until it is cancelled."""
         while True:
-            self._table.update(self._peers(), self._clock())
-            while (link := self._table.next_due(self._clock(), self._busy)) is not None:
-                await self._try(link)
+            await self.measure_due()
             await asyncio.sleep(self._timing.watch_s)
+
+    async def measure_due(self) -> None:
+        self._table.update(self._peers(), self._clock())
+        while (link := self._table.next_due(self._clock(), self._busy)) is not None:
+            await self._try(link)
 
     def expect_others(self) -> None:
         """Makes every link due, as a new one."""
         for link in self._table.links:
             link.tries, link.added_at = 0, self._clock()
 
-    async def measure_all(self) -> list[pb.LinkReport]:
-        """Measures every link again, whatever its age."""
-        self._table.update(self._peers(), self._clock())
-        for link in self._table.links:
-            await self._try(link)
-        return self.reports()
-
     async def _try(self, link: ProbedLink) -> None:
-        async with self._turn:
-            link.tries, link.tried_at = link.tries + 1, self._clock()
-            source = self._source(link.address.rpartition(":")[0])
-            if source is None:
-                return
-            try:
-                link.measurement = await self._measure(link.address, link.peer)
-            except ExoNodeError as fault:
-                # An address of another network, or of a bridge inside the peer.
-                log.debug("no link to %s at %s: %s", link.peer, link.address, fault)
-                link.measurement = None
-                return
-            link.source, link.measured_at = source, self._clock()
-            smallest = link.measurement.echoes[0]
-            log.debug(
-                "link to %s at %s: %.2f ms, %.0f MB/s",
-                link.peer,
-                link.address,
-                smallest.p50_s * 1e3,
-                link.measurement.bandwidth_out / 1e6,
-            )
+        link.tries, link.tried_at = link.tries + 1, self._clock()
+        source = self._source(link.address.rpartition(":")[0])
+        if source is None:
+            return
+        try:
+            link.measurement = await self._measure(link.address, link.peer)
+        except ExoNodeError as fault:
+            # An address of another network, or of a bridge inside the peer.
+            log.debug("no link to %s at %s: %s", link.peer, link.address, fault)
+            link.measurement = None
+            return
+        link.source, link.measured_at = source, self._clock()
+        smallest = link.measurement.echoes[0]
+        log.debug(
+            "link to %s at %s: %.2f ms, %.0f MB/s",
+            link.peer,
+            link.address,
+            smallest.p50_s * 1e3,
+            link.measurement.bandwidth_out / 1e6,
+        )

@@ -6,7 +6,6 @@ The node that a client asked drives its answer and asks here for a placement; se
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -104,10 +103,7 @@ class Claims:
     def report(self, report: pb.AttemptReport) -> None:
         """How an answer fares that holds a placement."""
         record = self._placements.find(PlacementId(report.placement))
-        if record is None:
-            return
-        record.activity.stepped_at = time.monotonic()
-        if report.well:
+        if record is not None and report.well:
             self._placements.succeeded(record)
 
     async def _until_leading(self) -> None:

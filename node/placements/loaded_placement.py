@@ -25,15 +25,11 @@ CROWD = 2
 
 @dataclass(slots=True)
 class Activity:
-    """The answers on a placement by epoch, and when it last worked. Times are monotonic."""
+    """The answers on a placement by epoch. Times are monotonic."""
 
     answers: Counter[Epoch] = field(default_factory=Counter[Epoch])
     given_at: list[float] = field(default_factory=list[float])
     """When it was given to answers that have not begun."""
-    stepped_at: float = -inf
-    """When it last made a step of an answer, such as a chunk of a prompt."""
-    probed_at: float = -inf
-    """When it last gave a readiness probe a token: a sign that it works, and no use of it."""
     demand: Demand = field(default_factory=Demand)
     """The state at the last pass of the reconciler; `reading_until` at the last answer."""
     _crowded_at: float = -inf
@@ -42,10 +38,6 @@ class Activity:
     @property
     def requests(self) -> int:
         return self.answers.total()
-
-    @property
-    def worked_at(self) -> float:
-        return max(self.stepped_at, self.probed_at)
 
     def note(self, now: float, grace_s: float) -> None:
         """Updates `demand`. Answers that follow each other within `grace_s` leave no gap."""

@@ -226,7 +226,6 @@ class Placements:
     def end(self, record: LoadedPlacement, epoch: Epoch) -> None:
         """An answer that `record.begin` has begun ends."""
         record.activity.end(epoch)
-        record.activity.stepped_at = self._clock()
         self.desired.touch(record.card.id)
         if self._requests.all:  # one may need its memory
             self._kick()

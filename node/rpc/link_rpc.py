@@ -2,7 +2,7 @@
 
 import asyncio
 import statistics
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
 import grpc
@@ -13,7 +13,7 @@ from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ..trust.certificates import Credentials, channel_credentials, node_name
-from .channels import NODE_CHANNEL_OPTIONS, from_status, reply
+from .channels import NODE_CHANNEL_OPTIONS, from_status
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -26,14 +26,10 @@ _CHUNK: Final = 256 << 10
 _CHUNKS: Final = 16  # 4 MiB in all
 _CONNECT_LIMIT_S: Final = 3.0
 _LIMIT_S: Final = 30.0
-_MEASURE_ALL_LIMIT_S: Final = 120.0
 
 
 class LinkService(peer_pb2_grpc.LinkServicer):
-    """Answers probes, and measures this node's own links on the head's request."""
-
-    def __init__(self, measure: Callable[[], Awaitable[list[pb.LinkReport]]]) -> None:
-        self._measure = measure
+    """Answers probes."""
 
     async def Echo(
         self, request_iterator: AsyncIterator[pb.Probe], context: "Context"
@@ -45,9 +41,6 @@ class LinkService(peer_pb2_grpc.LinkServicer):
                     param="answer_bytes",
                 )
             yield pb.Probe(data=bytes(probe.answer_bytes))
-
-    async def Measure(self, request: pb.MeasureRequest, context: "Context") -> pb.MeasureReply:
-        return pb.MeasureReply(links=await self._measure())
 
 
 class LinkClient:
@@ -72,13 +65,6 @@ class LinkClient:
                 return await self._all(peer_pb2_grpc.LinkStub(channel))
             except grpc.aio.AioRpcError as fault:
                 raise from_status(fault, address) from fault
-
-    async def measure_all(self, address: str, node: NodeId) -> list[pb.LinkReport]:
-        """Makes a peer measure all its links again. Raises ExoNodeError."""
-        async with self._channel(address, node) as channel:
-            stub = peer_pb2_grpc.LinkStub(channel)
-            call = stub.Measure(pb.MeasureRequest(), timeout=_MEASURE_ALL_LIMIT_S)
-            return list((await reply(call, address)).links)
 
     def _channel(self, address: str, node: NodeId) -> grpc.aio.Channel:
         options = [

@@ -94,14 +94,6 @@ def test_layers_are_timed_once_on_each_node_and_planned_with(pair: tuple[Node, N
     assert (files(one, "layers"), files(two, "layers")) == written_at
 
 
-def test_links_are_measured_again_by_request(pair: tuple[Node, Node]) -> None:
-    one, two = pair
-    before = profile(one)["links"][0]["round_trip_s"]
-    measured = two.call("POST", PROFILE, {}).body
-    assert measured["object"] == "cluster.profile"
-    assert measured["links"][0]["round_trip_s"] != before
-
-
 @dataclass
 class RefusingOnce(FakeStages, FakeFacts):
     """Refuses the first load, as if the model's class failed its check."""

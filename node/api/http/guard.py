@@ -61,7 +61,7 @@ _LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
 METHODS_WITH_BODY: Final = ("POST", "PATCH", "PUT", "DELETE")
 _OPEN_PATHS: Final = ("/", "/health/live", "/health/ready", *HEALTH_PATHS)
 _STATIC_PREFIX: Final = "/static/"
-_PUBLIC_POSTS: Final = (*ANSWERING, "/v1/cluster/profile", SESSION_PATH)
+_PUBLIC_POSTS: Final = (*ANSWERING, SESSION_PATH)
 """Paths that every user of the machine may POST to if there is no API key."""
 _OWN_PATHS: Final = (SEARCH_PATH, *OLLAMA_FILES)
 """Paths for the node's own user, although others of their kind are for all."""

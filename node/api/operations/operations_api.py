@@ -56,8 +56,6 @@ class Operations(Protocol):
 
     async def profile(self) -> Json: ...
 
-    async def measure_cluster(self) -> Json: ...
-
     async def placements(self) -> Json: ...
 
     async def preview(self, plan: PlanBody, /) -> Json: ...
@@ -124,7 +122,6 @@ class OperationsApi:
             get_json("/v1/cluster", operations.cluster),
             get_json(REACH_PATH, operations.reach),
             get_json(PROFILE_PATH, operations.profile),
-            post_json(PROFILE_PATH, lambda _request, _: operations.measure_cluster()),
             get_json("/v1/placements", operations.placements),
             post_json("/v1/placements", lambda _, body: operations.place(body), PlacementBody),
             ApiRoute("GET", "/v1/placements/preview", self.preview, query=_PLAN_QUERY),

@@ -3,8 +3,6 @@
 import asyncio
 from collections.abc import Callable
 
-import pytest
-
 from exo_node.node.links.prober import LinkProber, LinkTable
 from exo_node.node.machine.timing import LAN
 from exo_node.placement.errors import PeerLost
@@ -97,47 +95,35 @@ class Network:
 
 async def test_reports_name_both_addresses() -> None:
     prober = Network().prober((B, ONE))
-    [report] = await prober.measure_all()
+    await prober.measure_due()
+    [report] = prober.reports()
     assert (report.peer, report.from_address, report.to_address) == (B, "10.0.0.1", "10.0.0.2")
     assert (report.bandwidth_out, report.bandwidth_in) == (1e8, 2e8)
     assert report.echoes[0].p50_s == 2e-3
-    assert prober.reports() == [report]
 
 
 async def test_an_address_that_leads_nowhere_is_no_link_and_no_fault() -> None:
     network = Network(ONE)
     prober = network.prober((B, ONE), (B, TWO))
-    assert [report.to_address for report in await prober.measure_all()] == ["10.0.1.2"]
+    await prober.measure_due()
+    assert [report.to_address for report in prober.reports()] == ["10.0.1.2"]
     assert network.calls == [ONE, TWO]
 
 
 async def test_a_dead_link_is_not_reported_any_more() -> None:
     network = Network()
     prober = network.prober((B, ONE))
-    assert await prober.measure_all()
+    await prober.measure_due()
+    assert prober.reports()
     network.dead = (ONE,)
-    assert await prober.measure_all() == []
+    prober.expect_others()
+    await prober.measure_due()
+    assert prober.reports() == []
 
 
 async def test_without_a_route_nothing_is_dialled() -> None:
     network = Network()
-    assert await network.prober((B, ONE), source=None).measure_all() == []
+    prober = network.prober((B, ONE), source=None)
+    await prober.measure_due()
+    assert prober.reports() == []
     assert network.calls == []
-
-
-@pytest.mark.parametrize("peers", [1, 3])
-async def test_one_link_at_a_time(peers: int) -> None:
-    running, most = 0, 0
-
-    async def measure(_address: str, _node: NodeId) -> pb.LinkReport:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        await asyncio.sleep(0)
-        running -= 1
-        return MEASURED
-
-    others = [(NodeId(str(i)), f"10.0.0.{i}:1") for i in range(peers)]
-    prober = LinkProber(lambda: others, idle, measure, lambda _: "x", lambda: 1000.0, TIMING)
-    _ = await asyncio.gather(prober.measure_all(), prober.measure_all())
-    assert most == 1

@@ -49,12 +49,7 @@ class NoNode:
 async def served(side: NoNode) -> AsyncGenerator[tuple[str, Identity]]:
     with tempfile.TemporaryDirectory() as folder:
         identity = load_or_create_identity(Path(folder))
-
-        async def measure() -> list[pb.LinkReport]:
-            side.reached.append("measure")
-            return []
-
-        links = LinkService(measure)
+        links = LinkService()
         files = ModelFilesService(cast(FileSource, side), lambda: False)
         server = ControlServer(cast(NodeCalls, side), node_credentials(identity, KEY), links, files)
         port = await server.start(["127.0.0.1"], 0)
@@ -96,8 +91,8 @@ def test_a_runners_certificate_is_refused_by_every_method(
 
 
 def test_a_nodes_certificate_is_accepted(tmp_path: Path) -> None:
-    method = DESCRIBED["Link"].methods_by_name["Measure"]
+    method = DESCRIBED["Link"].methods_by_name["Echo"]
     identity = load_or_create_identity(Path(tmp_path))
     credentials = node_credentials(identity, KEY)
-    status, reached = asyncio.run(call("/exo.Link/Measure", method, credentials))
-    assert (status, reached) == (grpc.StatusCode.OK, ["measure"])
+    status, reached = asyncio.run(call("/exo.Link/Echo", method, credentials))
+    assert (status, reached) == (grpc.StatusCode.OK, [])

@@ -235,10 +235,7 @@ async def other(tmp_path: Path) -> AsyncGenerator[ProbedPeer]:
     credentials = node_credentials(identity, KEY)
     server = grpc.aio.server(interceptors=(PeersOnly(),))
 
-    async def measure() -> list[pb.LinkReport]:
-        return [REPORT]
-
-    peer_pb2_grpc.add_LinkServicer_to_server(LinkService(measure), server)
+    peer_pb2_grpc.add_LinkServicer_to_server(LinkService(), server)
     port = server.add_secure_port("127.0.0.1:0", server_credentials(credentials))
     await server.start()
     try:
@@ -270,11 +267,6 @@ async def test_a_slow_network_is_measured_by_fewer_probes(other: ProbedPeer) -> 
     measured = await client.measure(other.address, other.node)
     assert [each.count for each in measured.echoes] == [5, 5, 5]
     assert measured.echoes[0].min_s == pytest.approx(0.6)
-
-
-async def test_the_head_makes_a_node_measure_its_own_links(other: ProbedPeer) -> None:
-    client = LinkClient(other.credentials, time.perf_counter)
-    assert await client.measure_all(other.address, other.node) == [REPORT]
 
 
 async def test_a_probe_that_asks_for_too_much_is_refused(other: ProbedPeer) -> None:
