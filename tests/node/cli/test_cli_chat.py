@@ -140,7 +140,6 @@ def test_chat_json_prints_the_final_body_alone(stub: Stub) -> None:
     ("reply", "code", "words"),
     [
         (as_json(failure("load_failed"), 503, {"Retry-After": "9"}), 75, "try again in 9 s"),
-        (as_json(failure("queue_full"), 429), 75, "it is queue_full"),
         (
             as_json(failure("insufficient_memory"), 503, {"Retry-After": "9"}),
             1,
@@ -148,7 +147,6 @@ def test_chat_json_prints_the_final_body_alone(stub: Stub) -> None:
         ),
         (as_events(failure("insufficient_memory")), 1, "it is insufficient_memory"),
         (as_json(failure("model_not_found"), 404), 1, "it is model_not_found"),
-        (as_json(failure("invalid_api_key"), 401), 1, "EXO_API_KEY"),
         (as_json(b"<html>", 502), 1, "answered 502"),
         (as_json([1]), 1, "ended the connection before"),
         (as_events(delta("par"), failure("peer_lost")), 75, "it is peer_lost"),

@@ -165,11 +165,9 @@ def test_a_list_says_that_an_encoder_embeds_and_what_it_needs(
     """It had a speed in tokens and no word about the software that is missing."""
     monkeypatch.setattr(listing, "has_extra", lambda: has)
     _ = copied(tmp_path / MODEL, encoder("bert"))
-    (entry,) = [
-        each
-        for each in listing.on_disk(ModelLibrary((tmp_path,), offline=True), ONE_NODE)
-        if each["id"] == MODEL
-    ]
+    library = ModelLibrary((tmp_path,), offline=True)
+    (entry,) = [each for each in listing.on_disk(library, ONE_NODE) if each["id"] == MODEL]
+    assert listing.describe(library, MODEL, ONE_NODE)["files"]["tensors"] > 9
     assert entry["fits"]["tokens_per_second"] is None
     assert entry["mtp"].startswith("embeds") and ("exo-node[vision]" in entry["mtp"]) != has
 
