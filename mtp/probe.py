@@ -240,8 +240,8 @@ def equal_arrays(some: Sequence[mx.array], others: Sequence[mx.array]) -> mx.arr
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds: `verify[k]` of a forward of k + 1 rows (k = 0: a plain step), `draft[k - 1]` of k
-    drafts.
+    """Seconds: `verify[0]` of a plain step; of the i-th of the measured depths k, `verify[i]` of a
+    forward of k + 1 rows and `draft[i - 1]` of k drafts.
 
     Each is waited for: a round in which they overlap costs less than their sum.
     """
@@ -250,7 +250,9 @@ class Costs:
     draft: tuple[float, ...]
 
 
-def measure_costs(subject: Subject, prompt: Sequence[int], k: int, repeats: int) -> Pieces[Costs]:
+def measure_costs(
+    subject: Subject, prompt: Sequence[int], depths: Sequence[int], repeats: int
+) -> Pieces[Costs]:
     """Medians of `repeats` measurements after `prompt`, after one warm-up each."""
     make_drafter, forward = subject.make_drafter, subject.target.forward
     assert make_drafter is not None
@@ -268,8 +270,8 @@ def measure_costs(subject: Subject, prompt: Sequence[int], k: int, repeats: int)
     def draft(drafted: Draft, depth: int) -> None:
         mx.eval(drafted(last, token, depth))
 
-    works = [partial(verify, rows) for rows in range(1, k + 2)]
-    works += [partial(draft, make_drafter(), depth) for depth in range(1, k + 1)]
+    works = [partial(verify, depth + 1) for depth in (0, *depths)]
+    works += [partial(draft, make_drafter(), depth) for depth in depths]
     medians = list[float]()
     for work in works:
         yield
@@ -279,7 +281,7 @@ def measure_costs(subject: Subject, prompt: Sequence[int], k: int, repeats: int)
             yield
             seconds.append(_seconds(work, subject.clock))
         medians.append(statistics.median(seconds))
-    return Costs(tuple(medians[: k + 1]), tuple(medians[k + 1 :]))
+    return Costs(tuple(medians[: len(depths) + 1]), tuple(medians[len(depths) + 1 :]))
 
 
 def _seconds(work: Callable[[], None], clock: Callable[[], float]) -> float:

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 RECENT: Final = 15
@@ -24,6 +25,16 @@ def size_bucket(size: int) -> int:
 def context_bucket(position: int) -> int:
     """The bucket of a context: 0 below 512 rows, 1 below 1,024, and so on by doubling."""
     return (position // SHORTEST_BUCKET).bit_length()
+
+
+def interpolated(seconds: Mapping[int, float]) -> list[float]:
+    """Seconds by number of drafts, from 0 to the largest of those that are given."""
+    given = sorted(seconds)
+    pairs = [(low, high) for low, high in pairwise(given) for _ in range(low, high)]
+    return [
+        seconds[low] + (seconds[high] - seconds[low]) * (k - low) / (high - low)
+        for k, (low, high) in enumerate(pairs)
+    ] + [seconds[given[-1]]]
 
 
 class Form(NamedTuple):

@@ -1,12 +1,14 @@
 """Whether a verify computes what single steps do, and the part of a model that differs first."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from chips import M3_MAX, on_chip
+from clocks import Clock
 from mlx import nn
 from mlx_lm.models import qwen3_5
 from mlx_lm.models.cache import KVCache
@@ -28,6 +30,9 @@ from exo_node.mtp.probe import (
 )
 from exo_node.mtp.seams import ForwardOutput, Want
 from exo_node.mtp.targets import FamilyTarget, WholeTarget
+from exo_node.shard.engine.answers.draft_profile import DraftProfile
+from exo_node.shard.engine.answers.probing import probe_costs
+from exo_node.shard.engine.answers.text_engine import NO_PROFILE
 from exo_node.shard.kernels import row_sets
 from exo_node.shard.kernels.row_groups import group_rows
 from exo_node.shard.model.stage_model import StageModel
@@ -256,3 +261,26 @@ def test_attention_that_differs_from_some_number_of_keys_on_is_found_with_it(
         _ = group_rows(stage.own_modules(outer=True), mx.float32, perf_counter)
         assert found(model, 1000) is None
         assert found(model, 2000) == ("model.layers.0.self_attn", 1100)
+
+
+def test_of_many_depths_some_are_probed_and_the_others_lie_between() -> None:
+    """A machine whose rows take one second each, and a draft half of one."""
+    clock, rows, asked = Clock(), set[int](), set[int]()
+
+    def timed(block: ForwardOutput, tokens: mx.array, _: Sequence[Any]) -> ForwardOutput:
+        if tokens.shape[0] < PROMPT_ROWS:
+            rows.add(tokens.shape[0])
+        clock.now += tokens.shape[0]
+        return block
+
+    def draft(_: mx.array, token: mx.array, depth: int) -> mx.array:
+        asked.add(depth)
+        clock.now += 0.5 * depth
+        return token
+
+    made = subject_of(taped_qwen(), timed)
+    subject = replace(made, clock=clock, make_drafter=lambda: draft)
+    profile = DraftProfile.open("", NO_PROFILE, clock)
+    result_of(probe_costs(subject, 7, profile))
+    assert profile.costs.probed == (1.0, 2.5, 4.0, 5.5, 7.0, 8.5, 10.0, 11.5)
+    assert (rows, asked) == ({1, 2, 3, 5, 8}, {1, 2, 4, 7})

@@ -8,6 +8,7 @@ from exo_node.mtp.drafting.costs import (
     CostTable,
     Form,
     context_bucket,
+    interpolated,
     size_bucket,
 )
 from exo_node.mtp.drafting.round_policy import TRIAL_ROUNDS
@@ -124,3 +125,10 @@ def test_a_draft_more_of_several_requests_costs_as_much_as_the_last_one() -> Non
     assert not costs.is_measured(forms[3])
     measured(costs, forms[3], 2.0)  # by noise: a wider round is no cheaper than a narrower one
     assert costs.seconds(forms[4]) == 2.0
+
+
+def test_depths_that_were_not_probed_lie_between_those_that_were() -> None:
+    assert interpolated({0: 1.0}) == [1.0]
+    assert interpolated({0: 1.0, 1: 1.5, 2: 2.0, 3: 2.25}) == [1.0, 1.5, 2.0, 2.25]
+    every = [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    assert interpolated({0: 1.0, 1: 1.5, 2: 2.0, 4: 4.0, 7: 7.0}) == every

@@ -135,7 +135,7 @@ class ModelMeasurements:
 
     def costs(self, prompt: Sequence[int], k: int, repeats: int) -> Costs:
         """Seconds of verifies and of up to `k` drafts after `prompt`; see `mtp.probe`."""
-        return result_of(measure_costs(self.subject, prompt, k, repeats))
+        return result_of(measure_costs(self.subject, prompt, range(1, k + 1), repeats))
 
     def _measure_drafts(self, k: int) -> Pieces[None]:
         if not k:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from ....mtp.batch_probe import SIZES, batch_identity
 from ....mtp.caches.batch_caches import can_batch
+from ....mtp.drafting.costs import interpolated
 from ....mtp.drafting.round_policy import MAX_ROUND_ROWS, MAX_SHARED_LENGTH
 from ....mtp.lookup_probe import measure_batch, measure_copies
 from ....mtp.part_probe import differing_part
@@ -133,9 +134,12 @@ def probe_shared_copies(
 
 
 def probe_costs(subject: Subject, k: int, profile: DraftProfile) -> Pieces[None]:
-    """Measures the seconds of rounds of up to `k` drafts, unless the profile has them."""
+    """Measures the seconds of rounds of up to `k` drafts, unless the profile has them; of more than
+    three, some depths, between which the others lie."""
     if len(profile.costs.probed) > k:
         return
     ids = [(11 * i + 5) % subject.vocabulary for i in range(PROMPT_ROWS)]
-    costs = yield from measure_costs(subject, ids, k, REPEATS)
-    profile.costs.probe([a + b for a, b in zip(costs.verify, (0.0, *costs.draft), strict=True)])
+    depths = [*range(1, k + 1)] if k <= 3 else [1, 2, 4, *([k] if k > 4 else [])]
+    costs = yield from measure_costs(subject, ids, depths, REPEATS)
+    seconds = [a + b for a, b in zip(costs.verify, (0.0, *costs.draft), strict=True)]
+    profile.costs.probe(interpolated(dict(zip((0, *depths), seconds, strict=True))))
