@@ -279,16 +279,6 @@ def slowly(count: int) -> Script:
     return script
 
 
-def test_a_stopped_answer_is_marked(view: Visit, node: Node) -> None:
-    node.chat.scripts["demo"] = slowly(100_000)
-    page = view.go()
-    send(view, "Go on and on")
-    expect(answers(view)).to_contain_text("word9")
-    page.get_by_role("button", name="Stop").click()
-    expect(answers(view).get_by_text("Stopped.")).to_be_visible()
-    assert node.chat.closed.wait(30)
-
-
 TOOLS = '[{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]'
 
 

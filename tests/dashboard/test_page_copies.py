@@ -134,25 +134,6 @@ def test_a_refusal_is_shown_and_the_number_stays(view: Visit, node: Node, cluste
     expect(control(view).get_by_role("status")).to_have_text("1")
 
 
-def test_a_visitor_who_may_only_look_sees_why_the_number_is_fixed(
-    view: Visit, cluster: Cluster
-) -> None:
-    def joining(route: Route) -> None:
-        route.fulfill(json={"data": [], "asking": [], "may_decide": False})
-
-    view.page.route("**/v1/join/requests", joining)
-    _ = view.go("#/cluster")
-    for name in ("One copy less", "One copy more"):
-        button = control(view).get_by_role("button", name=name)
-        expect(button).to_be_disabled()
-        expect(button).to_have_accessible_description(
-            "Looking only: to change anything, run exo-node dashboard on this machine and open its "
-            "link."
-        )
-    expect(control(view).get_by_role("switch")).to_be_disabled()
-    assert view.violations() == []
-
-
 def test_a_node_that_is_alone_offers_no_copies(view: Visit, cluster: Cluster) -> None:
     cluster.nodes = [member(1)]
     page = view.go("#/cluster")

@@ -3,13 +3,12 @@
 import base64
 import struct
 import zlib
-from typing import Any
 
 import pytest
-from browser import DESK, PHONE, Visit, send, visit, wait_for_answer
+from browser import Visit, send, wait_for_answer
 from http_node import Node
 from page_cluster import Cluster, copy, member, model
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Page, expect
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -162,18 +161,3 @@ def test_a_model_that_reads_no_images_says_so(view: Visit, node: Node) -> None:
     expect(page.locator(".said")).to_contain_text("The image asks the model to see pictures")
     expect(page.locator(".said")).to_contain_text("this model has no tower for images")
     expect(page.get_by_text("messages[")).to_have_count(0)
-
-
-@pytest.mark.parametrize("window", [DESK, PHONE], ids=["desk", "phone"])
-def test_the_page_with_images_has_no_violations_at_any_width(
-    browser: Browser, node: Node, window: dict[str, Any]
-) -> None:
-    with visit(browser, f"http://127.0.0.1:{node.port}", **window) as view:
-        page = view.go("")
-        chosen(page, "one.png", png(400, 200))
-        send(view, "What is this?")
-        wait_for_answer(view)
-        chosen(page, "two.png", png(300, 300))
-        assert view.violations() == []
-        view.shot(f"images-{window['viewport']['width']}")
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")

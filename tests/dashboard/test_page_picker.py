@@ -167,12 +167,3 @@ def test_the_list_follows_the_node_while_it_is_open(
     expect(rows.first.locator(".state.busy")).to_have_text("reading 3 %")
     expect(field).to_have_value("20b")
     expect(field).to_be_focused()
-
-
-def test_a_visitor_without_a_model_is_led_to_others(view: Visit, cluster: Cluster) -> None:
-    cluster.models = []
-    page = view.go()
-    expect(model_button(page)).to_have_text("Model Choose a model")
-    _ = opened(page)
-    expect(page.get_by_text("No model is on a disk yet.")).to_be_visible()
-    assert view.violations() == []

@@ -4,8 +4,6 @@ No file of these models was read: names and order are those of vLLM's loaders fo
 weights here are random.
 """
 
-# mlx's stubs leave the type of load partly unknown.
-
 import functools
 import json
 import shutil

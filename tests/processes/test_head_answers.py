@@ -155,22 +155,6 @@ def test_an_answer_whose_stage_is_lost_with_the_head_resumes_under_the_next_head
     repeat_until_in_time(trio, strike_head)
 
 
-def test_drafting_answers_on_the_head_alone_outlive_it(trio: Trio, story: list[int]) -> None:
-    def strike_head() -> bool:
-        """False if the last tokens of an answer had left already."""
-        head, [door, _] = trio.roles()
-        _ = place(door, head)
-        with slowed(runners_of([head])):
-            answers = start_answers(door, 2, TOKENS)
-            trio.kill(head)
-        for answer in answers:
-            assert_whole(answer, story)
-            assert answer.stats["drafter_kind"] in ("native_mtp", "prompt_lookup")
-        return all(answer.stats["resumes"] >= 1 for answer in answers)
-
-    repeat_until_in_time(trio, strike_head)
-
-
 def test_an_orderly_stop_of_the_head_does_not_disturb_long_answers(
     trio: Trio, story: list[int]
 ) -> None:

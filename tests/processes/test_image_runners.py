@@ -40,22 +40,6 @@ async def ask(placement: Placement, **fields: Any) -> WireAnswer:
     return await placement.answer("", **fields)
 
 
-async def test_a_runner_says_that_it_reads_images(one: Placement) -> None:
-    assert one.endpoints[0].ready.images == "read"
-
-
-@pytest.mark.parametrize("number", range(len(conversations())))
-async def test_an_answer_is_transformers(one: Placement, number: int) -> None:
-    it = conversations()[number]
-    got = await ask(one, **fields_of(it, num_draft_tokens=number % 4))
-    assert got.ids == it.greedy_ids and got.finished is not None
-    assert got.finished.stats.prompt_tokens == len(it.prompt_ids) == len(got.prompt_ids)
-    again = await ask(one, **fields_of(it))
-    assert again.ids == it.greedy_ids and again.finished is not None
-    cached, rows = again.finished.stats.cached_tokens, len(it.prompt_ids)
-    assert rows - 64 <= cached < rows or number == 0
-
-
 async def test_an_attempt_after_a_loss_has_ids_and_images(one: Placement) -> None:
     it = conversations()[1]
     first = await ask(one, **fields_of(it))

@@ -6,7 +6,6 @@ The long version, with every combination at random, is `bench/kills.py`.
 import itertools
 import random
 from collections.abc import Generator
-from itertools import islice
 
 import nodes
 import psutil
@@ -16,10 +15,7 @@ from listening import Answer, ask
 from nodes import alive, eventually
 from slow_motion import slowed
 from trials import (
-    HOWS,
     NEVER_END,
-    PHASES,
-    TARGETS,
     How,
     Outcome,
     Phase,
@@ -28,8 +24,6 @@ from trials import (
     Trial,
     attempt,
     oracle_question,
-    questions,
-    trials,
 )
 
 BUSY_S = 60.0
@@ -167,14 +161,3 @@ def test_all_answers_on_one_stopped_runner_resume(lab: Laboratory, story: Questi
     finally:
         if runner.is_running():
             runner.resume()
-
-
-def test_the_seed_and_number_of_a_trial_repeat_it() -> None:
-    def first(seed: int) -> list[tuple[Target, How, Phase, float]]:
-        first_trials = islice(trials(seed, questions()), 50)
-        return [(t.target, t.how, t.phase, t.chance.random()) for t in first_trials]
-
-    assert first(1) == first(1)
-    assert first(1) != first(2)
-    combinations = len(TARGETS) * len(HOWS) * len(PHASES)
-    assert len({row[:3] for row in first(1)}) == combinations

@@ -4,7 +4,6 @@ What comes in the middle of a measurement loses nothing: there pieces take longe
 so that each disturbance meets one.
 """
 
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -91,25 +90,6 @@ def test_the_first_answer_waits_for_no_compiler_and_no_measurement(tmp_path: Pat
         assert drafting["drafter_kind"] == "native_mtp" and drafting["prompt_lookup"]["enabled"]
         assert fresh.stop() == 0
         assert "Traceback" not in fresh.log.read_text()
-
-
-def test_a_runner_that_is_killed_while_it_measures_leaves_whole_results(fresh: Node) -> None:
-    _ = story(fresh)
-
-    def has_begun() -> bool:
-        entry = model(fresh)
-        return bool(entry["native_mtp"]) and entry["native_mtp"]["greedy_identity"] == "bitwise"
-
-    eventually(has_begun, LIMIT_S)  # of drafts, which come first
-    killed = fresh.stages()[0]["pid"]
-    os.kill(killed, signal.SIGKILL)
-    kept = list((fresh.data_dir / "profiles").glob("*.json"))
-    assert kept and all(json.loads(path.read_bytes()) for path in kept)
-    again = story(fresh)
-    assert again["num_draft_tokens"] > 0, "what was measured by then holds after the next load"
-    eventually(lambda: is_measured(fresh), LIMIT_S)
-    assert fresh.stages()[0]["pid"] != killed
-    assert story(fresh)["accepted_draft_tokens"] > 0
 
 
 def test_an_answer_that_drafted_goes_on_at_a_node_that_never_loaded_the_model(

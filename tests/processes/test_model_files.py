@@ -1,4 +1,4 @@
-"""Models searched, downloaded and deleted over HTTP on real nodes, from a hub on loopback."""
+"""Downloads over HTTP from a hub on loopback: killed, stopped, and made for another node."""
 
 import http.client
 import json
@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 from hub import MODEL, REPOSITORY, FakeHub, serve
-from models import DEMO, make_checkpoint
+from models import make_checkpoint
 from nodes import Node, copy_key, eventually, grpc_address, node, sees
-
-from exo_node.node.store.model_folder import is_model_file
 
 PULL = "/v1/models/pull"
 PIECES_S = 0.03
@@ -48,15 +46,6 @@ def cached(root: Path) -> list[Path]:
     return list(root.glob("hf/hub/models--*"))
 
 
-@pytest.fixture
-def chatting(hub: FakeHub) -> FakeHub:
-    """The hub with the demo's files, which have a chat template."""
-    hub.files = {
-        each.name: each.read_bytes() for each in DEMO.iterdir() if is_model_file(each.name)
-    }
-    return hub
-
-
 def pulls(running: Node, path: str = PULL) -> list[dict[str, Any]]:
     return running.call("GET", path).body["data"]
 
@@ -85,40 +74,6 @@ def follow(running: Node) -> list[dict[str, Any]]:
     lines = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
     assert lines.pop() == "[DONE]"
     return [json.loads(line) for line in lines]
-
-
-def test_a_model_is_found_downloaded_used_and_deleted(chatting: FakeHub, tmp_path: Path) -> None:
-    hub = chatting
-    with node(tmp_path / "data", "--no-mdns", env=settings(hub, tmp_path)) as running:
-        [hit] = running.call("GET", "/v1/models/search?q=tiny").body["data"]
-        assert hit["id"] == REPOSITORY and hit["downloaded"] is False
-        assert hit["download_bytes"] == sum(map(len, hub.files.values()))
-        [own] = hit["by_node"]
-        assert own["fits"] and own["tokens_per_second"] > 0
-        assert hit["fits"]["nodes"] == 1 and hit["fits"]["on"] == [own["node"]]
-        assert not cached(tmp_path)  # a search leaves nothing on the disk
-        states = follow(running)
-        assert (states[-1]["status"], states[-1]["node"]) == ("done", own["node"])
-        assert {file["path"] for file in states[-1]["files"]} == set(hub.files)
-        assert running.chat("Who are you?", model=REPOSITORY, max_tokens=2)
-        refused = running.call("DELETE", f"/v1/models/{REPOSITORY}")
-        assert (
-            refused.status == 409 and "`exo-node models unload" in refused.body["error"]["message"]
-        )
-        [placement] = running.call("GET", "/v1/placements").body["data"]
-        assert running.call("DELETE", f"/v1/placements/{placement['id']}").status == 200
-        until(lambda: running.call("DELETE", f"/v1/models/{REPOSITORY}?dry_run=1").status == 200)
-        would = running.call("DELETE", f"/v1/models/{REPOSITORY}?dry_run=1").body
-        assert would["freed_bytes"] > hit["size_bytes"] and would["deleted"] is False
-        deleted = running.call("DELETE", f"/v1/models/{REPOSITORY}").body
-        assert deleted == would | {"deleted": True}
-        listed = running.call("GET", "/v1/models").body["data"]
-        assert [each["id"] for each in listed] == ["demo"]
-        assert not cached(tmp_path)
-        log = running.log.read_text()
-        assert f"{REPOSITORY} was downloaded" in log and f"{REPOSITORY} was deleted" in log
-        for model, status in (("demo", 409), (REPOSITORY, 404)):
-            assert running.call("DELETE", f"/v1/models/{model}").status == status
 
 
 def test_a_download_continues_after_kill_9(hub: FakeHub, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,13 @@ import mlx.core as mx
 import psutil
 import pytest
 from engines import DEMO, STORY, SUM, last_spec, load_quietly, message, spec
-from runners import KEY, NODE, Child, Placement, eventually, on_answer, runner_host, running
+from runners import Child, Placement, eventually, on_answer, runner_host, running
 from test_load_watch import STUCK
 
 from exo_node.node.machine.timing import LAN
-from exo_node.node.rpc.channels import Channels
 from exo_node.node.runners.supervisor import RunnerProcess, Supervisor
-from exo_node.node.trust.certificates import runner_credentials
 from exo_node.placement.errors import ExoNodeError, InvalidCheckpoint, InvalidRequest, LoadFailed
-from exo_node.placement.ids import runner_name
 from exo_node.proto import peer_pb2 as pb
-from exo_node.proto import peer_pb2_grpc
 from exo_node.shard.kernels.fused_code import VERSION, users_folder
 
 WITHIN_S = 180.0
@@ -207,30 +202,6 @@ def test_a_runner_ends_with_its_node_while_it_loads(tmp_path: Path) -> None:
         _ = child.until("progress")
         child.hang_up()
         assert child.process.wait(WITHIN_S) == 0
-
-
-async def test_a_runner_ends_with_its_node_in_the_middle_of_an_answer(tmp_path: Path) -> None:
-    channels = Channels(runner_credentials(NODE, KEY))
-    with Child(spec(batching=False), tmp_path / "stderr") as child:
-        port = child.until("ready").ready.port
-        stub = peer_pb2_grpc.GeneratorStub(channels.to(f"127.0.0.1:{port}", runner_name(NODE)))
-        request = message(
-            placement="p1",
-            request="r1",
-            attempt=1,
-            token_ids=pb.TokenIds(ids=STORY["prompt_ids"]),
-            ignore_eos=True,
-        )
-        started_at = time.monotonic()
-        call = stub.Generate(request)
-        for _ in range(20):
-            while (await call.read()).WhichOneof("event") != "delta":  # pyright: ignore
-                pass
-        whole_s = (time.monotonic() - started_at) * 4000 / 20
-        child.hang_up()
-        _ = await eventually(lambda: child.process.poll() is not None, max(5.0, whole_s / 4))
-        call.cancel()
-        await channels.close()
 
 
 def test_a_stopped_runner_exits_cleanly_and_keeps_compiled_code(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import getpass
 import json
 import re
 import socket
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,8 @@ from api_stub import in_process
 from http_node import serving
 from openai_server import OpenAiServer
 
-from exo_node_bench.charts import COLOURS
 from exo_node_bench.serve.facts import model_label
 from exo_node_bench.serve.result import Result
-from exo_node_bench.serve.result_page import page_of
-from exo_node_bench.serve.workload_tables import workload_tables
 
 QUESTION = "Does Leonora keep her savings in the blue teapot"
 STATS = {
@@ -133,65 +129,6 @@ def test_the_page_has_the_facts_that_a_reader_needs(folder: Path) -> None:
     ):
         assert fact in page, fact
     assert re.search(r"exo-node [\w.]+, mlx [\d.]+, mlx-lm [\d.]+, Python 3", page)
-
-
-def test_servers_keep_their_order_and_colour_although_they_take_turns(folder: Path) -> None:
-    result = Result.model_validate_json((folder / "serve.json").read_text())
-    assert len({run.server for run in result.runs[::2]}) == 2, "both begin"
-    for table in workload_tables(result):
-        cells = [(row[0].text, row[1].text) for row in table.rows]
-        assert cells == [("1", "ours"), ("1", "other"), ("3", "ours"), ("3", "other")]
-    drawn = [chart for section in page_of(result).sections for chart in section.charts]
-    assert len(drawn) == 6
-    for chart in drawn:
-        first = next(
-            colour for colour in re.findall(r"#[0-9a-f]{6}", chart.svg) if colour in COLOURS
-        )
-        assert first == COLOURS[0]
-        labels = [chart.svg.index(f">{name}<") for name in ("ours", "other")]
-        assert labels == sorted(labels)
-
-
-def test_the_page_is_whole_html_that_refers_to_nothing_outside(folder: Path) -> None:
-    reader = _Reader()
-    reader.feed(_page(folder))
-    reader.close()
-    assert reader.open == []
-    assert reader.references == []
-    assert reader.tags.isdisjoint({"script", "link", "img", "iframe", "object", "base", "form"})
-    assert len(reader.ids) == len(set(reader.ids))
-    style = _page(folder).partition("<style>")[2].partition("</style>")[0]
-    assert "url(" not in style
-    assert "@import" not in style
-
-
-class _Reader(HTMLParser):
-    """Collects tags, ids and references to other resources; fails where tags do not match."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: set[str] = set()
-        self.ids: list[str] = []
-        self.references: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        for name, value in attrs:
-            if name == "id" and value:
-                self.ids.append(value)
-            leads_away = name in ("src", "href", "xlink:href", "srcset", "action", "style")
-            if leads_away and re.search(r"^(?!#)[\w:/.]*//|url\((?!#)", value or ""):
-                self.references.append(f"{tag} {name}={value}")
-        if tag not in ("meta", "br", "hr"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        self.handle_endtag(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
 
 
 def _page(folder: Path) -> str:

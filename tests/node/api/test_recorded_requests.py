@@ -8,10 +8,8 @@ its `openai/` provider. The texts are our own.
 from typing import Any
 
 import pytest
-from fakes import ANSWER, FINISHED, says
+from fakes import ANSWER, says
 from http_node import Node
-
-from exo_node.node.chat.requests import CallPart, Started, TextDelta
 
 READ: dict[str, Any] = {
     "type": "function",
@@ -139,23 +137,3 @@ def test_a_body_in_that_shape_is_served(node: Node, name: str) -> None:
         assert reply.body.endswith(b"data: [DONE]\n\n")
         apart = "stream_options" in body
         assert (b'"choices":[]' in reply.body) == apart, "usage in a chunk of its own, if asked"
-
-
-@pytest.mark.parametrize("body", [OPENCODE_TURN, LITELLM_TOOLS], ids=["opencode", "litellm"])
-def test_the_result_of_a_call_comes_back_to_the_model(node: Node, body: dict[str, Any]) -> None:
-    node.chat.scripts["demo"] = says(
-        Started((1,)),
-        TextDelta("", (2,)),
-        CallPart(name="read", arguments='{"filePath":"b.py"}', ends=True),
-        FINISHED,
-    )
-    reply = node.ask("POST", "/v1/chat/completions", {**body, "stream": False}, HEADERS)
-    assert reply.status == 200, reply.body
-    (request,) = node.chat.requests
-    call, result = request.messages[-2], request.messages[-1]
-    assert call["tool_calls"][0]["function"] == {"name": "read", "arguments": {"filePath": "a.py"}}
-    assert result["tool_call_id"] == "abc123de0"
-    assert [tool["function"]["name"] for tool in request.tools] == ["read"]
-    (choice,) = reply.json["choices"]
-    assert choice["finish_reason"] == "tool_calls"
-    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"filePath":"b.py"}'

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 from fakes import FINISHED, says
 from http_node import ASK, Node
-from openai import BadRequestError
 
 from exo_node.node.chat.requests import AnswerProgress, Started, TextDelta
 
@@ -216,14 +215,6 @@ def test_usage_of_a_response_has_every_count_that_openais_types_require(openai: 
     details = response.usage.input_tokens_details
     _ = details.__class__.model_validate_json(details.model_dump_json())
     assert (details.cached_tokens, details.cache_write_tokens) == (2, 0)
-
-
-def test_openais_client_hears_of_a_picture_by_its_field(openai: Any) -> None:
-    image: Any = {"type": "input_image", "image_url": DATA_URL, "detail": "auto"}
-    with pytest.raises(BadRequestError) as caught:
-        turns: Any = [{"role": "user", "content": [image]}]
-        _ = openai.responses.create(model="demo", input=turns)
-    assert caught.value.param == "input[0].content[0].image_url"
 
 
 def test_anthropics_client_lists_the_models(openai: Any, anthropic: Any) -> None:

@@ -8,10 +8,8 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import pytest
-from zeroconf import Zeroconf
 from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
 from exo_node.node.cluster import discovery
@@ -142,27 +140,6 @@ async def test_a_node_answers_a_question_by_multicast() -> None:
         assert [await each.discovery.settled() for each in (one, two)] == [None, None]
         assert await one.discovery.answering([two.own.node]) == {two.own.node}
     assert await one.discovery.answering([two.own.node]) == frozenset()
-
-
-@dataclass
-class Remembering:
-    """A zeroconf with every record, last received at `created`."""
-
-    created: float
-
-    @property
-    def cache(self) -> "Remembering":
-        return self
-
-    def get_by_details(self, name: str, type_: int, class_: int) -> "Remembering":
-        return self
-
-
-def test_a_remembered_record_is_no_answer() -> None:
-    zeroconf = cast(Zeroconf, Remembering(created=100.0))
-    is_newer = discovery._is_newer  # pyright: ignore[reportPrivateUsage]
-    answers = [is_newer(zeroconf, "a", started_at) for started_at in (99.0, 100.0, 101.0)]
-    assert answers == [True, True, False]
 
 
 async def test_a_node_that_returns_to_its_address_is_not_reported_again() -> None:

@@ -6,7 +6,6 @@ import random
 import pytest
 from budget import seeds
 from engines import ORACLE, Answer, answer, changed, request
-from pipelines import TWO, small_pipeline
 from readers import Reader, alone, engine, together
 
 from exo_node.shard.engine.loop_guard import EARLY, LATE, MAX_PERIOD, LoopGuard, LoopLimits
@@ -124,13 +123,6 @@ def test_in_a_batch_each_answer_ends_at_its_own_loop(*, ahead: bool) -> None:
         assert tuple(reader.ids) == plain[: end_of(list(plain)) if i != 1 else MANY]
         assert reader.end is not None and bool(reader.end.stats.loop_reason) is (i != 1)
     assert max(each.forward.batch for r in readers for each in r.rounds) > 2
-
-
-def test_over_stages_it_ends_at_the_same_token() -> None:
-    pipeline = small_pipeline(TWO)
-    got = answer(pipeline.engine, request(PROMPT, 0, MANY, ignore_eos=True, loop_limits=SHORT))
-    assert_ended_by_its_loop(got)
-    assert not pipeline.leftovers
 
 
 @pytest.mark.parametrize("k", [0, 3])

@@ -10,27 +10,16 @@ import pytest
 from clocks import Clock
 from engines import Answer, answer, request
 from forced_copies import FixedLength, force
-from readers import GREEDY, engine, prompt
+from readers import engine, prompt
 from shims import by_rows, perturb
 from small import small_engine
 
 from exo_node.mtp.pieces import result_of
-from exo_node.mtp.types import Sampling
 from exo_node.shard.engine.answers.draft_profile import DraftProfile, DraftProfileKey
 from exo_node.shard.engine.answers.lookup_control import LENGTHS, NOT_ASKED
-from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.request import Parameters
 
 TOKENS = 48
-COOL = Sampling(temperature=0.02, seed=11)
-PENALISED = Sampling(repetition_penalty=1.1, repetition_context_size=30)
-
-
-def copying(length: int = 7, **changes: Any) -> TextEngine:
-    """An engine that copies `length` tokens wherever the last ones occurred before."""
-    served = engine(**changes)
-    force(served.lookup, FixedLength(length))
-    return served
 
 
 def parameters(
@@ -47,17 +36,6 @@ def parameters(
 
 def copied(result: Answer) -> int:
     return result.stats.lookup_accepted_tokens
-
-
-@pytest.mark.parametrize(("sampling", "k"), [(GREEDY, 2), (COOL, 0), (PENALISED, 2)])
-def test_answers_are_those_without_it(sampling: Sampling, k: int) -> None:
-    body = answer(engine(), parameters(sampling=sampling, lookup=False)).ids
-    plain = answer(engine(), parameters(sampling=sampling, repeats=body, lookup=False))
-    for length in (3, 7):
-        result = answer(copying(length), parameters(k, sampling=sampling, repeats=body))
-        assert result.ids == plain.ids
-        assert result.stats.lookup_proposed_tokens > copied(result)
-        assert copied(result) > 0 or sampling is COOL
 
 
 def test_without_a_head_copies_are_the_only_drafts() -> None:

@@ -72,16 +72,6 @@ def test_what_follows_is_the_undisturbed_answers(
         assert len(rows) <= -(-num_tokens // 4) + -(-cut // 16) + len(rest)
 
 
-def test_where_rows_matter_each_round_is_repeated_as_it_was(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine_request = asked_for(3)
-    undisturbed = answer(engine(), engine_request).rounds
-    again = replace(engine_request, attempt=2, replay=tuple(undisturbed[:9]))
-    _, rows = rows_of_forwards(engine(bitwise=False), again, monkeypatch)
-    assert rows[:8] == [each.forward.rows for each in undisturbed[1:9]]
-
-
 @pytest.mark.parametrize("rounds", [1, 5, 40])
 @pytest.mark.parametrize("reason", ["length", "stop"])
 def test_a_log_of_a_whole_answer_ends_as_that_did(reason: str, rounds: int) -> None:

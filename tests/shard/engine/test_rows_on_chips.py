@@ -29,7 +29,6 @@ from exo_node.mtp.probe import Subject, greedy_identity
 from exo_node.mtp.targets import FamilyTarget, WholeTarget
 from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.kernels import install, row_groups, row_sets
-from exo_node.shard.kernels.install import used
 from exo_node.shard.kernels.row_groups import group_rows
 from exo_node.shard.kernels.trial import KernelChoice
 from exo_node.shard.model.load import Loaded
@@ -185,13 +184,6 @@ def test_drafts_change_no_token(served: OnChip, sampling: str) -> None:
             assert sum(r.accepted for r in drafted.rounds) > 0
 
 
-def test_without_groups_drafts_and_neighbours_change_tokens(ungrouped: OnChip) -> None:
-    plain = [ungrouped.alone(prompt(i)).ids for i in range(4)]
-    drafted = [answer(ungrouped.engine(), asked(prompt(i), 3)).ids for i in range(4)]
-    differs = [plain[i] != drafted[i] for i in range(4)] + _differs_in_batch(ungrouped, plain, 3)
-    assert any(differs)
-
-
 @pytest.mark.parametrize("k", [0, 3])
 def test_neighbours_change_no_token(served: OnChip, k: int) -> None:
     count = 3 if served.rows > CONTEXT + 1000 else 8
@@ -260,12 +252,6 @@ def test_a_resumed_answer_goes_on_with_the_same_tokens(served: OnChip, k: int) -
         log = rounds[:cut]
         rest = answer(served.engine(), asked(served.prompt(0), k, attempt=2, replay=log))
         assert (*(t for r in log for t in r.tokens), *rest.ids) == plain.ids
-
-
-def test_kernels_say_which_products_are_grouped(served: OnChip) -> None:
-    single = (served.chip, served.precision) == (M1, "bfloat16")
-    name = row_groups.SINGLE if single else row_groups.NAME
-    assert {row_groups.NAME, row_groups.SINGLE} & {*used(served.loaded.kernels)} == {name}
 
 
 @pytest.mark.parametrize(

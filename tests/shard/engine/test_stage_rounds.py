@@ -15,7 +15,6 @@ from staged_readers import alone, asks, few_tokens, lost_of, readers_of, staged,
 from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import InvalidFrame, PeerLost, StateLost
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.engine.states.groups import StageGroup
 from exo_node.shard.model.stage_model import StageModel
 from exo_node.shard.pipeline.frames import HiddenBlock
 from exo_node.shard.pipeline.link import Trip
@@ -52,24 +51,6 @@ def test_prompt_chunks_ask_for_no_answer_and_the_last_for_one_row() -> None:
     together(pipeline.engine, [Reader(asks(prompt(0, 13), 2))])
     replies = [block.reply for block in pipeline.link.sent]
     assert replies == [pb.REPLY_COMPUTED] * 3 + [pb.REPLY_LAST, pb.REPLY_ALL]
-
-
-def test_a_group_is_formed_anew_only_where_others_than_before_share_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    changes = list[object]()
-    change = StageGroup[Any].change
-
-    def counted(self: StageGroup[Any], *args: Any) -> None:
-        changes.append(args)
-        change(self, *args)
-
-    monkeypatch.setattr(StageGroup, "change", counted)
-    pipeline = staged()
-    readers = [Reader(asks(prompt(i), 40)) for i in range(4)]
-    together(pipeline.engine, readers)
-    assert len([size for size in pipeline.link.rounds if size == 2]) > 60
-    assert 0 < len(changes) < 16, "of two groups on two stages"
 
 
 # ---------------------------------------------------------------------------- what is not the same
