@@ -60,7 +60,7 @@ class NodeApi:
         self._chat = ChatService(head, stages, metrics, timing, guards_loops=settings.loop_guard)
         operations = NodeOperations(local, peering, placements, facts, metrics, self._tokens)
         profiles = ProfileFile(settings.profiles_file)
-        self._models = NodeModels(local, peering, operations.model_list, stages.local, profiles)
+        self._models = NodeModels(local, peering, operations.model_list, stages.local)
         services = Services(
             self._chat,
             operations,

@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 from ..placement.errors import (
     DownloadFailed,
     ExoNodeError,
-    InvalidRequest,
     PeerLost,
     RemovalRefused,
 )
 from ..placement.ids import ModelId
 from ..proto import peer_pb2 as pb
 from .api.operations.models_api import PULL_PATHS, PullBody, Source
-from .api.shared.profile_file import ProfileFile
 from .cluster.member import MemberFacts
 from .local_node import LocalNode
 from .model_list import ModelList
@@ -47,7 +45,6 @@ class NodeModels:
         peering: PeerWiring,
         models: ModelList,
         stages: LocalStages,
-        profiles: ProfileFile,
     ) -> None:
         self._library = local.library
         self._events = local.events
@@ -57,7 +54,6 @@ class NodeModels:
         self._peering = peering
         self._models = models
         self._stages = stages
-        self._profiles = profiles
         self._rescan = local.rescan
         self._searches = asyncio.Semaphore(_SEARCHES)
         tick_s = local.timing.tick_s
@@ -132,8 +128,8 @@ class NodeModels:
 
     # ---------------------------------------------------------------------------- downloads
 
-    async def pull(self, body: PullBody, *, stays: bool) -> AsyncGenerator[Json]:
-        pull = await self._pulls.start(body.model, body.revision, body.quant, stays=stays)
+    async def pull(self, body: PullBody) -> AsyncGenerator[Json]:
+        pull = await self._pulls.start(body.model, body.revision, body.quant)
         return self._states(pull)
 
     async def _states(self, pull: Pull) -> AsyncGenerator[Json]:
@@ -223,25 +219,3 @@ class NodeModels:
                 param="model",
             )
         self._pulls.refuse_active(model)
-
-    # -------------------------------------------------------------------------------- names
-
-    async def add_name(self, model: str, name: str) -> None:
-        profile = self._profiles.get(model)
-        if profile is not None and profile.describe():
-            raise InvalidRequest(
-                f"{model} is a profile with settings of its own; copy it in profiles.toml",
-                param="source",
-            )
-        source = ModelId(model if profile is None else profile.model)
-        here = await asyncio.to_thread(self._library.scan)
-        if source not in here and not self._models.holders(source):
-            raise await self._models.no_model(source)
-        if name in here or self._models.holders(ModelId(name)):
-            raise InvalidRequest(
-                f"{name} is a model already; give another name", param="destination"
-            )
-        await self._profiles.add(name, source)
-
-    async def remove_name(self, name: str) -> bool:
-        return await self._profiles.remove(name)

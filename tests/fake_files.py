@@ -65,7 +65,6 @@ class FakeFiles:
     freed_bytes: dict[str, int] = field(default_factory=dict[str, int])
     """By model; others free 100 bytes."""
     calls: list[tuple[object, ...]] = field(default_factory=list[tuple[object, ...]])
-    names: dict[str, str] = field(default_factory=dict[str, str])
     refusal: ExoNodeError | None = None
 
     async def search(self, query: str, limit: int, source: Source) -> Json:
@@ -75,10 +74,10 @@ class FakeFiles:
         data = self.cards if source == "cards" else self.found
         return {"object": "list", "query": query, "data": data}
 
-    async def pull(self, body: PullBody, *, stays: bool) -> AsyncGenerator[Json]:
+    async def pull(self, body: PullBody) -> AsyncGenerator[Json]:
         if self.refusal is not None:
             raise self.refusal
-        self.calls.append(("pull", body.model, body.revision, body.quant, stays))
+        self.calls.append(("pull", body.model, body.revision, body.quant))
         return self.running.states()
 
     async def pulls(self, *, own: bool) -> Json:
@@ -100,9 +99,3 @@ class FakeFiles:
         self.calls.append(("remove", model, dry_run))
         freed = self.freed_bytes.get(model, 100)
         return {"id": model, "object": "model", "deleted": not dry_run, "freed_bytes": freed}
-
-    async def add_name(self, model: str, name: str) -> None:
-        self.names[name] = model
-
-    async def remove_name(self, name: str) -> bool:
-        return self.names.pop(name, None) is not None

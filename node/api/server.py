@@ -34,7 +34,6 @@ from .http.static_files import StaticFiles, static_routes
 from .messages.messages_api import MESSAGES, count_route
 from .ollama.embeddings_api import EMBEDDINGS, OLLAMA_EMBED, OLLAMA_EMBEDDINGS
 from .ollama.ollama_api import Ollama
-from .ollama.ollama_files import OllamaFiles
 from .openai.completions_api import COMPLETIONS, TokenizerApi
 from .openai.openai_api import CHAT
 from .operations.events_api import EventsApi
@@ -131,7 +130,6 @@ def api_routes(
         answering.route(OLLAMA_EMBEDDINGS),
         *Ollama(answering, services.operations).routes(),
         *(ModelsApi(files, silence_s).routes() if files is not None else ()),
-        *(OllamaFiles(files, silence_s).routes() if files is not None else ()),
         # After these: their route of any model, which `search` and `pull` are not.
         *OperationsApi(services.operations).routes(),
         *(EventsApi(events, timing.events_keep_alive_s).routes() if events is not None else ()),

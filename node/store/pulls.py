@@ -48,7 +48,7 @@ Stopped once the signal is set."""
 
 @dataclass(slots=True, eq=False)
 class Pull:
-    """One download, until it ends or is paused. `stays`: it continues without a follower."""
+    """One download, until it ends or is paused."""
 
     model: str
     repository: RepositoryName
@@ -56,8 +56,6 @@ class Pull:
     status: Status = "waiting"
     progress: Progress = field(default_factory=lambda: Progress(0, 0, ""))
     error: ExoNodeError | None = None
-    stays: bool = False
-    followers: int = 0
     stop: StopSignal = field(default_factory=StopSignal)
     task: "asyncio.Task[None] | None" = None
     thread: "Future[object] | None" = None
@@ -131,9 +129,7 @@ class Pulls:
         """Held while files are deleted: a download that began meanwhile would lose some of its
         own, and its record that exo-node made them."""
 
-    async def start(
-        self, name: str, revision: str | None, bits: int | None, *, stays: bool
-    ) -> Pull:
+    async def start(self, name: str, revision: str | None, bits: int | None) -> Pull:
         """Begins or resumes a download, or joins the one that runs.
 
         Raises InvalidRequest for a name that no repository can have.
@@ -145,32 +141,22 @@ class Pulls:
                 pull = self._pulls.get(pull.model, pull)
             if pull.task is None or pull.ended:
                 before, pull = pull, Pull(pull.model, pull.repository, pull.revision)
-                pull.progress, pull.stays = before.progress, before.stays
+                pull.progress = before.progress
                 self._pulls[pull.model] = pull
                 pull.task = background(self._run(pull), f"the download of {pull.model}")
-            pull.stays = pull.stays or stays
             return pull
 
     async def follow(self, pull: Pull) -> AsyncGenerator[dict[str, Any]]:
-        """The states of a download, each once, to its end. Raises the error that it ended with.
-
-        A download that does not stay is paused when its last follower leaves.
-        """
-        pull.followers += 1
+        """The states of a download, each once, to its end. Raises the error that it ended with."""
         last: dict[str, Any] = {}
-        try:
-            while not pull.ended:
-                if (state := pull.describe()) != last:
-                    yield state
-                    last = state
-                await asyncio.sleep(self._tick_s)
-            if pull.error is not None:
-                raise pull.error
-            yield pull.describe()
-        finally:
-            pull.followers -= 1
-            if not (pull.followers or pull.stays or pull.ended):
-                self._stop(pull)
+        while not pull.ended:
+            if (state := pull.describe()) != last:
+                yield state
+                last = state
+            await asyncio.sleep(self._tick_s)
+        if pull.error is not None:
+            raise pull.error
+        yield pull.describe()
 
     async def unfinished(self) -> list[dict[str, Any]]:
         """The downloads that run or failed, and the paused ones, also of an earlier process."""

@@ -105,20 +105,18 @@ def test_a_full_disk_fails_a_download_with_one_error_and_it_resumes_once_there_i
         assert hub.ranges(MODEL) == [None, f"bytes={partial_bytes}-"]
 
 
-def test_a_model_that_api_ollama_and_command_pull_at_once_is_fetched_once(
+def test_a_model_that_two_clients_and_a_command_pull_at_once_is_fetched_once(
     chatting: FakeHub, tmp_path: Path
 ) -> None:
     hub = chatting
     hub.slow_s = PIECES_S / 3
     env = settings(hub, tmp_path)
     with node(tmp_path / "data", "--no-mdns", env=env) as running, ThreadPoolExecutor() as pool:
-        body = {"model": REPOSITORY, "stream": False}
         begin(running)
-        ollama = pool.submit(running.call, "POST", "/api/pull", body)
+        begin(running)
         command = pool.submit(
             exo_node, "models", "pull", REPOSITORY, **env, EXO_DATA_DIR=str(tmp_path / "data")
         )
-        assert ollama.result().body == {"status": "success"}
         assert command.result().returncode == 0, command.result().stderr
         until(lambda: pull(running) == {})
         weights = [name for name in hub.files if name.endswith(".safetensors")]

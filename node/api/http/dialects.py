@@ -36,8 +36,6 @@ API key every user of the machine may use them."""
 OLLAMA_PREFIX: Final = "/api/"
 OLLAMA_MODELS: Final = ("/api/tags", "/api/ps", "/api/show")
 """Paths that the head answers, like `/v1/models`."""
-OLLAMA_FILES: Final = ("/api/pull", "/api/delete", "/api/copy")
-"""Paths that change what is on the disk: for the node's own user, like `SEARCH_PATH`."""
 SEARCH_PATH: Final = "/v1/models/search"
 """It makes the node send requests to the hub, with its user's token there."""
 HEALTH_PATHS: Final = ("/health", "/ping")

@@ -27,7 +27,6 @@ from .dialects import (
     EVENT_STREAM,
     HEALTH_PATHS,
     NDJSON,
-    OLLAMA_FILES,
     OLLAMA_PREFIX,
     SEARCH_PATH,
     fault_response,
@@ -63,8 +62,6 @@ _OPEN_PATHS: Final = ("/", "/health/live", "/health/ready", *HEALTH_PATHS)
 _STATIC_PREFIX: Final = "/static/"
 _PUBLIC_POSTS: Final = (*ANSWERING, SESSION_PATH)
 """Paths that every user of the machine may POST to if there is no API key."""
-_OWN_PATHS: Final = (SEARCH_PATH, *OLLAMA_FILES)
-"""Paths for the node's own user, although others of their kind are for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +197,7 @@ class Guard:
         trusted, cache_salt = self.access.trusts(headers), self.access.cache_salt(headers)
         scope.setdefault("state", {}).update(trusted=trusted, cache_salt=cache_salt)
         path: str = scope["path"]
-        if trusted or (path not in _OWN_PATHS and _is_public(scope["method"], path)):
+        if trusted or (path != SEARCH_PATH and _is_public(scope["method"], path)):
             return None
         message = (
             "this is for the node's own user: use the `exo-node` command, open the dashboard by "

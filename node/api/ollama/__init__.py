@@ -2,6 +2,5 @@
 
 embeddings_api.py: embeddings, as OpenAI and Ollama have them
 ollama_api.py: Ollama's API
-ollama_files.py: its pull, delete and copy
 ollama_schema.py: its fields
 """

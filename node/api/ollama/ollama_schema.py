@@ -129,25 +129,18 @@ class OllamaGenerateBody(_PromptBody):
         return [*system, {"role": "user", "content": content}]
 
 
-def without_hub(name: str) -> str:
-    """`owner/name` of `hf.co/owner/name`."""
-    return name.removeprefix("hf.co/").removeprefix("huggingface.co/")
-
-
-class NamingBody(TolerantBody):
-    """A body that is about a model; `name` is the older name of `model`."""
+class ShowBody(TolerantBody):
+    """`name` is the older name of `model`."""
 
     model: OllamaName | None = None
     name: OllamaName | None = None
+    verbose: NoEffect[bool] = None
 
     @property
     def named_model(self) -> str:
         """The model's name. Raises InvalidRequest if it is missing."""
-        model = without_hub(self.model or self.name or "")
+        model = (self.model or self.name or "").removeprefix("hf.co/")
+        model = model.removeprefix("huggingface.co/")
         if not model:
             raise InvalidRequest("'model' is required; write owner/name", param="model")
         return model
-
-
-class ShowBody(NamingBody):
-    verbose: NoEffect[bool] = None

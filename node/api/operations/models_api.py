@@ -60,11 +60,8 @@ class ModelFiles(Protocol):
 
     async def search(self, query: str, limit: int, source: Source) -> Json: ...
 
-    async def pull(self, body: PullBody, *, stays: bool) -> AsyncGenerator[Json]:
-        """Begins or joins a download. Its states, each once, to its end; raises its error.
-
-        `stays`: it continues without a follower; else it is paused when the last one leaves.
-        """
+    async def pull(self, body: PullBody) -> AsyncGenerator[Json]:
+        """Begins or joins a download. Its states, each once, to its end; raises its error."""
         ...
 
     async def pulls(self, *, own: bool) -> Json:
@@ -79,14 +76,6 @@ class ModelFiles(Protocol):
 
     async def remove(self, model: str, *, dry_run: bool) -> Json:
         """Deletes a model's files; `dry_run`: only counts their bytes. Raises RemovalRefused."""
-        ...
-
-    async def add_name(self, model: str, name: str) -> None:
-        """Gives the model another name, as a profile without settings."""
-        ...
-
-    async def remove_name(self, name: str) -> bool:
-        """Takes a name of `add_name` back; returns whether there was a profile of that name."""
         ...
 
 
@@ -124,7 +113,7 @@ class ModelsApi:
     async def pull(self, request: Request) -> Response:
         _ = query_values(request, _NODE_QUERY)
         body = await read_body(request, PullBody)
-        states = await self._files.pull(body, stays=True)
+        states = await self._files.pull(body)
         if not body.stream:
             async with aclosing(states):
                 return json_response(await anext(states))

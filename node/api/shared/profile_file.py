@@ -6,13 +6,9 @@ A bad profile becomes a fault with the file, the field and the remedy; the other
 the file is not TOML, its previous content stays in use.
 """
 
-import asyncio
-import json
 import logging
-import os
 import tomllib
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, cast
@@ -26,7 +22,6 @@ from ....proto import peer_pb2 as pb
 from ....proto.fields import completed, filled
 from ...chat.requests import GenerationRequest
 from ...machine.background_reads import BackgroundRead, read_regular
-from ...machine.private_files import replace_private
 from ..http.bodies import validated
 from ..http.keep_alive import KeepAlive
 from .sampling_schema import SamplingBody
@@ -83,8 +78,6 @@ class ProfileFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._content = BackgroundRead(path, self._read)
-        self._change = asyncio.Lock()
-        """Held from the read of the file to its replacement: the next change sees this one."""
 
     async def refresh(self) -> None:
         """Reads the file again if it has changed."""
@@ -108,56 +101,6 @@ class ProfileFile:
             raise fault
         return self.all().get(name)
 
-    async def add(self, name: str, model: str) -> None:
-        """Appends a name without settings. Raises InvalidRequest."""
-        async with self._changing("destination"):
-            if name in self.all() or name in self.faults():
-                raise InvalidSettings(f"{name[:80]!r} is in {self._path} already")
-            _ = _profile(self._path, name, {"model": model})
-            await asyncio.to_thread(self._write, lambda text: text + _entry(name, model))
-
-    async def remove(self, name: str) -> bool:
-        """Takes out a name as `add` wrote it. Returns False if no profile has it. Raises
-        InvalidRequest."""
-        async with self._changing("model"):
-            profile = self.all().get(name)
-            if profile is None:
-                return False
-            entry_text = _entry(name, profile.model)
-
-            def without(text: str) -> str:
-                if text.count(entry_text) != 1:
-                    raise InvalidSettings(
-                        f"{name} is a profile of yours; remove it from {self._path} yourself"
-                    )
-                return text.replace(entry_text, "")
-
-            await asyncio.to_thread(self._write, without)
-            return True
-
-    @asynccontextmanager
-    async def _changing(self, param: str) -> AsyncGenerator[None]:
-        """Reads the file and holds back other changes. `param`: the field at fault."""
-        async with self._change:
-            await self.refresh()
-            try:
-                yield
-            except InvalidSettings as fault:
-                raise InvalidRequest(fault.message, param=param) from None
-
-    def _write(self, change: Callable[[str], str]) -> None:
-        """Replaces the file, where it stays one that can be read. Raises InvalidSettings."""
-        path = Path(os.path.realpath(self._path))  # a link to a person's own file stays
-        try:
-            before = path.read_text() if path.exists() else ""
-            content = change(before).encode()
-            _ = _parsed(self._path, content)
-            replace_private(path, content)
-        except (OSError, UnicodeDecodeError) as fault:
-            raise InvalidSettings(
-                f"{self._path} cannot be written ({fault}); mend it or its permissions"
-            ) from fault
-
     def _read(self, before: _Content | None) -> _Content:
         before, stamp = before or _Content(), _stamp(self._path)
         if stamp == before.stamp:
@@ -178,12 +121,6 @@ class ProfileFile:
         for fault in content.faults.values():
             _LOG.warning("%s", fault.message)
         return content
-
-
-def _entry(name: str, model: str) -> str:
-    """A profile without settings. JSON's texts are TOML's, for printable characters."""
-    quoted = (json.dumps(text, ensure_ascii=False) for text in (name, model))
-    return "\n[{}]\nmodel = {}\n".format(*quoted)
 
 
 def _profile(path: Path, name: str, table: Any) -> Profile:

@@ -83,16 +83,16 @@ def arrived(pull: Pull) -> bool:
 
 async def started(pulls: Pulls, name: str = "owner/tiny") -> Pull:
     """A download of which 10 bytes are here."""
-    pull = await pulls.start(name, None, None, stays=True)
+    pull = await pulls.start(name, None, None)
     await until(lambda: arrived(pull))
     return pull
 
 
 async def test_two_requests_for_a_model_share_one_download(pulls: Pulls, fetcher: Fetcher) -> None:
-    first = await pulls.start("owner/tiny", None, None, stays=True)
+    first = await pulls.start("owner/tiny", None, None)
     followers = [asyncio.create_task(states_of(pulls, first))]
     await until(lambda: arrived(first))
-    second = await pulls.start("owner/tiny", "main", None, stays=False)
+    second = await pulls.start("owner/tiny", "main", None)
     followers.append(asyncio.create_task(states_of(pulls, second)))
     assert second is first
     fetcher.may_end.set()
@@ -105,9 +105,9 @@ async def test_two_requests_for_a_model_share_one_download(pulls: Pulls, fetcher
 async def test_revisions_of_a_model_are_downloads_of_their_own(
     pulls: Pulls, fetcher: Fetcher
 ) -> None:
-    one = await pulls.start("owner/tiny", None, None, stays=True)
-    other = await pulls.start("owner/tiny", "v1", None, stays=True)
-    same = await pulls.start("owner/tiny@v1", None, None, stays=True)
+    one = await pulls.start("owner/tiny", None, None)
+    other = await pulls.start("owner/tiny", "v1", None)
+    same = await pulls.start("owner/tiny@v1", None, None)
     assert (one.model, other.model, same) == ("owner/tiny", "owner/tiny@v1", other)
     await until(lambda: arrived(one) and arrived(other))
     assert fetcher.calls == [("owner/tiny", None), ("owner/tiny", "v1")]
@@ -123,14 +123,14 @@ async def test_progress_is_reported_by_file(pulls: Pulls) -> None:
 
 
 async def test_a_paused_download_is_listed_and_resumes(pulls: Pulls, fetcher: Fetcher) -> None:
-    pull = await pulls.start("owner/tiny", None, None, stays=True)
+    pull = await pulls.start("owner/tiny", None, None)
     follower = asyncio.create_task(states_of(pulls, pull))
     await until(lambda: arrived(pull))
     assert (await pulls.pause("owner/tiny"))["status"] == "paused"
     assert (await follower)[-1]["status"] == "paused"
     assert [each["status"] for each in await pulls.unfinished()] == ["paused"]
     fetcher.may_end.set()
-    again = await pulls.start("owner/tiny", None, None, stays=True)
+    again = await pulls.start("owner/tiny", None, None)
     assert (await states_of(pulls, again))[-1]["status"] == "done"
     assert len(fetcher.calls) == 2
 
@@ -140,7 +140,7 @@ async def test_who_resumes_while_it_pauses_waits_for_that(pulls: Pulls, fetcher:
     fetcher.may_stop.clear()
     pausing = asyncio.create_task(pulls.pause("owner/tiny"))
     await until(lambda: pull.status == "pausing")
-    both = (pulls.start("owner/tiny", None, None, stays=True) for _ in range(2))
+    both = (pulls.start("owner/tiny", None, None) for _ in range(2))
     again, joined = await asyncio.gather(*both)
     assert (await pausing)["status"] == pull.status == "paused"
     assert again is joined and again is not pull
@@ -153,16 +153,16 @@ async def test_who_resumes_while_it_pauses_waits_for_that(pulls: Pulls, fetcher:
 async def test_a_third_download_waits_for_a_place_and_can_be_paused_there(
     pulls: Pulls, fetcher: Fetcher
 ) -> None:
-    running = [await pulls.start(f"owner/m{n}", None, None, stays=True) for n in (1, 2)]
+    running = [await pulls.start(f"owner/m{n}", None, None) for n in (1, 2)]
     await until(lambda: all(map(arrived, running)))
-    third = await pulls.start("owner/m3", None, None, stays=True)
+    third = await pulls.start("owner/m3", None, None)
     await asyncio.sleep(5 * TICK_S)
     assert third.status == "waiting" and len(fetcher.calls) == 2
     assert (await pulls.pause("owner/m3"))["status"] == "paused"
     # Whoever changes their mind twice before it has taken a step.
-    third = await pulls.start("owner/m3", None, None, stays=True)
+    third = await pulls.start("owner/m3", None, None)
     assert (await pulls.pause("owner/m3"))["status"] == "paused"
-    third = await pulls.start("owner/m3", None, None, stays=True)
+    third = await pulls.start("owner/m3", None, None)
     fetcher.may_end.set()
     assert (await states_of(pulls, third))[-1]["status"] == "done"
 
@@ -175,9 +175,7 @@ async def test_a_download_is_paused_and_resumed_while_a_connection_of_it_is_sile
     assert (await pulls.pause("owner/tiny"))["status"] == "paused"
     with pytest.raises(RemovalRefused, match="is being downloaded"):
         pulls.refuse_active("owner/tiny")
-    one, other = await asyncio.gather(
-        *(pulls.start("owner/tiny", None, None, stays=True) for _ in range(2))
-    )
+    one, other = await asyncio.gather(*(pulls.start("owner/tiny", None, None) for _ in range(2)))
     assert one is other and one is not pull
     await until(lambda: len(fetcher.calls) == 2)
     fetcher.may_stop.set()
@@ -206,13 +204,13 @@ async def test_a_download_that_fails_tells_its_followers_and_stays_listed(
 ) -> None:
     fetcher.error = DownloadFailed("the disk is full; free some space", param="HF_HUB_CACHE")
     fetcher.may_end.set()
-    pull = await pulls.start("owner/tiny", None, None, stays=True)
+    pull = await pulls.start("owner/tiny", None, None)
     with pytest.raises(DownloadFailed, match="the disk is full"):
         _ = await states_of(pulls, pull)
     [state] = await pulls.unfinished()
     assert (state["status"], state["error"]) == ("failed", fetcher.error.message)
     fetcher.error = None
-    pull = await pulls.start("owner/tiny", None, None, stays=True)
+    pull = await pulls.start("owner/tiny", None, None)
     assert (await states_of(pulls, pull))[-1]["status"] == "done"
     assert await pulls.unfinished() == []
 
@@ -222,26 +220,20 @@ async def test_a_defect_ends_the_download_for_its_followers(
 ) -> None:
     fetcher.error = KeyError("a defect")
     fetcher.may_end.set()
-    pull = await pulls.start("owner/tiny", None, None, stays=True)
+    pull = await pulls.start("owner/tiny", None, None)
     with pytest.raises(DownloadFailed, match="log has the cause"):
         _ = await states_of(pulls, pull)
     assert "a defect" in caplog.text
 
 
-@pytest.mark.parametrize("stays", [True, False])
-async def test_only_a_download_that_does_not_stay_pauses_without_followers(
-    pulls: Pulls, stays: bool
-) -> None:
-    pull = await pulls.start("owner/tiny", None, None, stays=stays)
+async def test_a_download_continues_without_followers(pulls: Pulls) -> None:
+    pull = await pulls.start("owner/tiny", None, None)
     follower = asyncio.create_task(states_of(pulls, pull))
-    await until(lambda: arrived(pull) and pull.followers == 1)
+    await until(lambda: arrived(pull))
     _ = follower.cancel()
     _ = await asyncio.gather(follower, return_exceptions=True)
-    if stays:
-        await asyncio.sleep(5 * TICK_S)
-        assert pull.status == "downloading"
-    else:
-        await until(lambda: pull.status == "paused")
+    await asyncio.sleep(5 * TICK_S)
+    assert pull.status == "downloading"
     await pulls.close()
 
 
@@ -266,7 +258,7 @@ async def test_what_no_download_can_bring_is_refused_at_once(
     message: str,
 ) -> None:
     with pytest.raises(error, match=message):
-        _ = await pulls.start(name, revision, bits, stays=True)
+        _ = await pulls.start(name, revision, bits)
     assert fetcher.calls == [] and await pulls.unfinished() == []
 
 
@@ -296,7 +288,7 @@ async def test_a_download_begins_once_files_of_its_model_are_deleted(
     deletion = pulls.cancel("owner/tiny") if by == "cancel" else pulls.remove("owner/tiny", remove)
     deleted = asyncio.create_task(deletion)
     await until(deleting.is_set)
-    again = asyncio.create_task(pulls.start("owner/tiny", None, None, stays=True))
+    again = asyncio.create_task(pulls.start("owner/tiny", None, None))
     await asyncio.sleep(5 * TICK_S)
     calls = len(fetcher.calls)
     may_end.set()
@@ -339,7 +331,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubCache:
 async def paused_halfway(hub: FakeHub, pulls: Pulls) -> int:
     """The bytes that arrived of a download that was paused."""
     hub.slow_s = 0.02
-    pull = await pulls.start(REPOSITORY, None, None, stays=True)
+    pull = await pulls.start(REPOSITORY, None, None)
     await until(lambda: pull.progress.done_bytes > len(hub.files[MODEL]) // 4)
     _ = await pulls.pause(REPOSITORY)
     hub.slow_s = 0
@@ -355,7 +347,7 @@ async def test_another_process_lists_the_paused_download_and_resumes_it(
     total = sum(map(len, hub.files.values()))
     assert (state["model"], state["status"]) == (REPOSITORY, "paused")
     assert (state["done_bytes"], state["total_bytes"]) == (done, total)
-    pull = await later.start(REPOSITORY, None, None, stays=True)
+    pull = await later.start(REPOSITORY, None, None)
     assert (await states_of(later, pull))[-1]["done_bytes"] == total
     small = total - len(hub.files[MODEL])
     assert hub.ranges(MODEL) == [None, f"bytes={done - small}-"]
@@ -387,7 +379,7 @@ async def test_cancelling_leaves_what_another_program_began_to_fetch(
     assert (await pulls.cancel(REPOSITORY))["freed_bytes"] == 0
     assert (snapshot / "config.json").exists()
     # Nor does exo-node own what it completes.
-    pull = await pulls.start(REPOSITORY, None, None, stays=True)
+    pull = await pulls.start(REPOSITORY, None, None)
     assert (await states_of(pulls, pull))[-1]["status"] == "done"
     assert not is_own(snapshot)
 
@@ -399,13 +391,13 @@ async def test_a_pause_wakes_a_connection_that_brings_no_more_bytes(
     half = len(hub.files[MODEL]) // 2
     hub.silent_after = [half]
     pulls = from_hub(hub, cache)
-    pull = await pulls.start(REPOSITORY, None, None, stays=True)
+    pull = await pulls.start(REPOSITORY, None, None)
     await until(hub.fell_silent.is_set)
     await until(lambda: pull.progress.done_bytes > half - (512 << 10))
     assert (await pulls.pause(REPOSITORY))["status"] == "paused"
     assert pull.thread is not None
     await until(pull.thread.done)
-    pull = await pulls.start(REPOSITORY, None, None, stays=True)
+    pull = await pulls.start(REPOSITORY, None, None)
     assert (await states_of(pulls, pull))[-1]["status"] == "done"
 
 
@@ -430,10 +422,10 @@ async def test_a_download_whose_hub_begins_no_answer_resumes_at_once(
 ) -> None:
     hub.unanswered = path
     pulls = from_hub(hub, cache)
-    _ = await pulls.start(REPOSITORY, None, None, stays=True)
+    _ = await pulls.start(REPOSITORY, None, None)
     await until(hub.fell_silent.is_set)
     assert (await pulls.pause(REPOSITORY))["status"] == "paused"
-    pull = await pulls.start(REPOSITORY, None, None, stays=True)
+    pull = await pulls.start(REPOSITORY, None, None)
     assert (await states_of(pulls, pull))[-1]["status"] == "done"
     assert cache.locate(REPOSITORY) is not None
 
@@ -445,7 +437,7 @@ async def test_a_download_whose_hub_begins_no_answer_is_cancelled_at_once(
 ) -> None:
     hub.unanswered = path
     pulls = from_hub(hub, cache)
-    pull = await pulls.start(REPOSITORY, None, None, stays=True)
+    pull = await pulls.start(REPOSITORY, None, None)
     await until(hub.fell_silent.is_set)
     assert (await pulls.cancel(REPOSITORY))["status"] == "cancelled"
     assert cache.snapshot(REPOSITORY, None) is None
@@ -467,7 +459,7 @@ async def test_a_file_that_another_program_locks_does_not_come_back_after_a_canc
     snapshot = cache.snapshot_of(REPOSITORY, COMMIT)
     pulls = from_hub(hub, cache)
     with WeakFileLock(locks / f"{blob.name}.lock"):
-        pull = await pulls.start(REPOSITORY, None, None, stays=True)
+        pull = await pulls.start(REPOSITORY, None, None)
         await until((snapshot / "generation_config.json").exists)
         assert (await pulls.cancel(REPOSITORY))["status"] == "cancelled"
         assert pull.thread is not None and not pull.thread.done() and not snapshot.exists()
@@ -493,7 +485,7 @@ async def test_a_cancellation_does_not_wait_for_the_hash_of_a_file(
 
     monkeypatch.setattr(PartialFile, "finish", slowly)
     pulls = from_hub(hub, cache)
-    _ = await pulls.start(REPOSITORY, None, None, stays=True)
+    _ = await pulls.start(REPOSITORY, None, None)
     await until(hashing.is_set)
     cancelled = asyncio.create_task(pulls.cancel(REPOSITORY))
     await asyncio.sleep(TICK_S)
