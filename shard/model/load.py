@@ -84,6 +84,10 @@ def load(spec: pb.StageSpec, report: Report, *, fuses: bool = True) -> Loaded:
         prepare_fusing()
     else:
         mx.disable_compile()
+    return _load(spec, report)
+
+
+def _load(spec: pb.StageSpec, report: Report) -> Loaded:
     checkpoint = read_checkpoint(Path(spec.path))
     _require_same(spec, checkpoint)
     generator = spec.stage == 0
