@@ -110,6 +110,13 @@ class Settings(BaseModel):
     keep_awake: Annotated[KeepAwake, BeforeValidator(values.as_choice(KeepAwake))] | None = None
 
 
+_STRICT: Final = "EXO_NATIVE_MTP_STRICT"
+_STRICT_REFUSAL: Final = (
+    f"{_STRICT}: there is no strict mode any more: rows of products are computed in groups that "
+    "were measured to agree, and copied drafts only where a verify is exact; unset it. `exo-node "
+    "verify` shows what is exact on this machine, and EXO_NATIVE_MTP_ENABLED=0 decodes without "
+    "drafts of a head"
+)
 SOURCES: Final = {name: source_of(name) for name in Settings.model_fields}
 
 
@@ -142,6 +149,8 @@ def load_settings(
 
     Raises InvalidSettings, whose `param` is the flag or variable that supplied the bad value.
     """
+    if environ.get(_STRICT, "").strip():
+        raise InvalidSettings(_STRICT_REFUSAL, param=_STRICT)
     inputs = collect(Settings.model_fields, flags, environ)
     if flags.get("cluster_key_file") is not None:
         inputs.values.pop("cluster_key", None)

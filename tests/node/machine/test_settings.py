@@ -366,3 +366,11 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     _ = (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InvalidSettings, match="binary"):
         take_environment_file(tmp_path / "binary")
+
+
+@pytest.mark.parametrize("value", ["0", "1", " on ", "8"])
+def test_strict_mode_is_refused_with_the_remedy(value: str) -> None:
+    with pytest.raises(InvalidSettings, match=r"no strict mode any more.*unset it") as refused:
+        _ = load_settings({}, {"EXO_NATIVE_MTP_STRICT": value})
+    assert refused.value.param == "EXO_NATIVE_MTP_STRICT"
+    _ = load_settings({}, {"EXO_NATIVE_MTP_STRICT": " "})
