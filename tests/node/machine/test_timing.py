@@ -27,12 +27,7 @@ CONSTANTS = {
     "node/node_models.py": {"_SEARCH_S"},
     "node/store/pulls.py": {"_STALLED_S"},
     "node/rpc/control_client.py": {"DECIDE_TIMEOUT_S"},
-    "node/rpc/link_rpc.py": {
-        "_PART_LIMIT_S",
-        "_CONNECT_LIMIT_S",
-        "_LIMIT_S",
-        "_MEASURE_ALL_LIMIT_S",
-    },
+    "node/rpc/link_rpc.py": {"_PART_LIMIT_S", "_CONNECT_LIMIT_S", "_LIMIT_S"},
     "node/cluster/discovery.py": {"_ASK_AGAIN_S"},
     # A setting's default and bounds on values.
     "node/machine/settings.py": {"LOAD_TIMEOUT_S"},
