@@ -3486,6 +3486,12 @@ class Started(_message.Message):
 
     PROMPT_IDS_FIELD_NUMBER: _builtins.int
     NOTES_FIELD_NUMBER: _builtins.int
+    NEAR_TIE_DRAFTS_FIELD_NUMBER: _builtins.int
+    ADAPTIVE_DRAFT_FIELD_NUMBER: _builtins.int
+    near_tie_drafts: _builtins.int
+    """K, where drafts may decide near ties; 0: they decide nothing"""
+    adaptive_draft: _builtins.bool
+    """of `near_tie_drafts`"""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """below 0: rows of images"""
@@ -3499,10 +3505,12 @@ class Started(_message.Message):
         *,
         prompt_ids: _abc.Iterable[_builtins.int] | None = ...,
         notes: _abc.Iterable[_builtins.str] | None = ...,
+        near_tie_drafts: _builtins.int = ...,
+        adaptive_draft: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["notes", b"notes", "prompt_ids", b"prompt_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_draft", b"adaptive_draft", "near_tie_drafts", b"near_tie_drafts", "notes", b"notes", "prompt_ids", b"prompt_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -17,14 +17,20 @@ import sys
 import zlib
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any, Final
 
 import mlx.core as mx
+from mlx import nn
 from mlx_lm.models.base import scaled_dot_product_attention as stock
 
-from exo_node.shard.kernels import row_groups
+from exo_node.shard.kernels import install, row_groups
 from exo_node.shard.kernels.own_keys import OwnKeys
+from exo_node.shard.kernels.row_groups import group_rows
+from exo_node.shard.kernels.trial import KernelChoice
+from exo_node.shard.model.load import Loaded
+from exo_node.shard.model.stage_model import StageModel
 
 RARE: Final = 1e-6
 """A deviation that changes one of some thousand numbers of 16 bits, as the order of a sum does."""
@@ -127,13 +133,40 @@ def on_chip(chip: Chip, deviation: float = COARSE) -> Generator[None]:
     }
     outer = _own_keys()
     _set_attention({module: stock for module in outer})
-    replace(chip, deviation)
+    replace_kernels(chip, deviation)
     try:
         yield
     finally:
         for (owner, name), function in places.items():
             setattr(owner, name, function)
         _set_attention({module: stock for module in _own_keys()} | outer)
+
+
+@contextmanager
+def as_on_a_cpu() -> Generator[None]:
+    """Loads put nothing into a model that would make its rows agree."""
+    may_depend, row_groups.may_depend_on_rows = row_groups.may_depend_on_rows, lambda: False
+    try:
+        yield
+    finally:
+        row_groups.may_depend_on_rows = may_depend
+
+
+def remedies(stage: StageModel, dtype: mx.Dtype) -> tuple[KernelChoice, ...]:
+    """What `install` puts into the model on Metal; its products and its attention."""
+    modules = stage.own_modules(outer=True)
+
+    def two_rows() -> mx.array:
+        return stage.hidden(mx.zeros((1, 2), mx.int32), None, stage.make_caches())
+
+    return install.group_keys(modules, two_rows) + group_rows(modules, dtype, perf_counter)
+
+
+def quantised(loaded: Loaded, mode: str = "affine") -> Loaded:
+    """A model that was loaded `as_on_a_cpu`, in 4 bits with groups of 32, and with `remedies`."""
+    nn.quantize(loaded.model.model, group_size=32, bits=4, mode=mode)
+    mx.eval(loaded.model.model.parameters())
+    return replace(loaded, kernels=remedies(loaded.model, mx.bfloat16))
 
 
 def _own_keys() -> dict[Any, Any]:
@@ -147,7 +180,7 @@ def _set_attention(functions: dict[Any, Any]) -> None:
         setattr(module, stock.__name__, function)
 
 
-def replace(chip: Chip, deviation: float) -> None:
+def replace_kernels(chip: Chip, deviation: float) -> None:
     """Replaces MLX's products and attention in this process by those of `chip`.
 
     Products that are not the same for any number of rows are grouped there, as on Metal.

@@ -13,6 +13,7 @@ from pipelines import Link
 from zoo import VOCABULARY
 
 from exo_node.mtp.families.table import family_of
+from exo_node.mtp.types import Round
 from exo_node.placement.config import hidden_size
 from exo_node.shard.engine.engine import Engine
 from exo_node.shard.engine.options import EngineOptions
@@ -88,15 +89,32 @@ def as_two_stages(
     tokens: int = TOKENS,
     prompt: Sequence[int] = PROMPT,
 ) -> list[int]:
-    """Frames are cut, checked and joined as between two machines."""
+    """The ids of a request; see `rounds_of_two_stages`."""
+    return list(ids_of(rounds_of_two_stages(model, config, at, chunk, tokens, prompt)))
+
+
+def rounds_of_two_stages(
+    model: nn.Module,
+    config: Mapping[str, Any],
+    at: int,
+    chunk: int,
+    tokens: int,
+    prompt: Sequence[int],
+    dtype: str = "float32",
+    **fields: Any,
+) -> tuple[Round, ...]:
+    """The answer to one request. Frames are cut, checked and joined as between two machines."""
     layers = len(cast(Any, model).layers)
     first, second = StageModel(model, 0, at), StageModel(model, at, layers)
-    expected = StageLimits("p", 1, "float32", hidden_size(config), chunk, 4096, VOCABULARY)
+    rows, vocabulary = max(4096, 2 * len(prompt)), max(prompt) + 1
+    expected = StageLimits(
+        "p", 1, dtype, hidden_size(config), chunk, rows, max(VOCABULARY, vocabulary)
+    )
     worker = StageWorker(second, expected, time.monotonic)
     link = Link([worker], [expected])
-    options = EngineOptions("float32", 4096, chunk, num_stages=2)
+    options = EngineOptions(dtype, rows, chunk, num_stages=2)
     prefixes = PrefixStore(0, first.make_caches)
     executor = PipelineExecutor(first, link, options, prefixes, frozenset(), lambda: 0.0)
-    engine = Engine(executor, Scheduler(4096, chunk, stages=2), lambda: 0.0)
-    (rounds,) = rounds_of(engine, [bare_request(prompt, tokens, chunk, name="r")])
-    return list(ids_of(rounds))
+    engine = Engine(executor, Scheduler(rows, chunk, stages=2), lambda: 0.0)
+    (rounds,) = rounds_of(engine, [bare_request(prompt, tokens, chunk, name="r", **fields)])
+    return rounds

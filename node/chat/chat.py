@@ -337,9 +337,8 @@ def _pieces(pieces: Iterable[pb.Piece]) -> Iterator[Event]:
 def _finished(finished: pb.Finished, placed: pb.Placed, answer: AnswerLog) -> Finished:
     stats = stats_to_json(finished.stats)
     if answer.resumes:
-        # Rounds of a batch were recomputed alone, and adaptive K begins anew: near ties see both.
+        # Rounds of a batch were recomputed alone: near ties see it.
         same = not stats["batched_tokens"] or stats["batch_identity"] == "bitwise"
-        same &= (stats["draft_policy"], stats["greedy_identity"]) != ("adaptive", "near_tie")
         stats.update(answer.timings(), resumes=answer.resumes, resume_exact=answer.exact and same)
     prompt, completion = stats.pop("prompt_tokens"), stats.pop("completion_tokens")
     prompt = sum(answer.embedded.values()) or prompt  # an attempt counts its own inputs

@@ -31,8 +31,12 @@ class AnswerLog:
     embedded: dict[int, int] = field(default_factory=dict[int, int])
     """The tokens of each input whose embedding reached this node, by its index."""
     exact: bool = True
-    """Whether all attempts ran with the same kernels and chunks, hence with the same bits."""
+    """Whether all attempts ran with the same kernels and chunks, hence with the same bits, and what
+    may decide near ties in them was the same."""
     _kernels: tuple[str, ...] | None = None
+    _near_ties: tuple[int, bool] | None = None
+    """The K of drafts that may decide near ties, and whether it is adaptive; None before the first
+    attempt began."""
     _runners: tuple[tuple[NodeId, int], ...] = ()
     _as_it_was: bool = False
     """Whether the current attempt has the runners of the previous one."""
@@ -101,6 +105,11 @@ class AnswerLog:
         match event.WhichOneof("event"):
             case "started":
                 self.prompt_ids = tuple(event.started.prompt_ids)
+                near_ties = event.started.near_tie_drafts, event.started.adaptive_draft
+                # Adaptive K begins anew after a loss.
+                if self._near_ties not in (None, near_ties) or (self.resumes and near_ties[1]):
+                    self.exact = False
+                self._near_ties = near_ties
             case "delta":
                 self.rounds.append(event.delta.round)
                 self._last = self.clock()

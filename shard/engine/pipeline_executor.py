@@ -110,6 +110,8 @@ class PipelineExecutor:
         self.rounds = StageRounds[Request](
             model, DTYPES[options.dtype], lambda request: request.is_decoding
         )
+        self.batch_identity = "off"
+        """As all stages say with shared rounds; "off" before the first."""
         self.step_times = self.rounds.step_times
         self._states = self.rounds.groups.single
         self._borders: dict[Request, Borders] = {}
@@ -285,6 +287,8 @@ class PipelineExecutor:
             )
         if back.near_tie:
             self.rounds.is_same = False
+        if len(requests) > 1:
+            self.batch_identity = "bitwise" if self.rounds.is_same else "near_tie"
         width = len(back.data) // len(requests) // ITEM_BYTES[self._dtype]
         hidden = from_bytes(back.data, self._dtype, (len(requests), 1, width))
         ids = mx.array([[token] for token in back.tokens], dtype=mx.int32)

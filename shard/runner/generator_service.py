@@ -73,10 +73,18 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
     ) -> AsyncIterator[pb.GenerateEvent]:
         notes: list[str] = []
         try:
-            parameters = await self._prepare(request, notes)
+            # What it may draft is decided here, so that it is what `Started` says.
+            parameters = self._engine.drafting.grant(await self._prepare(request, notes))
         except ExoNodeError as fault:
             await refuse(context, fault)
-        yield pb.GenerateEvent(started=pb.Started(prompt_ids=parameters.prompt, notes=notes))
+        near_ties = self._engine.drafting.near_tie_drafts(parameters)
+        started = pb.Started(
+            prompt_ids=parameters.prompt,
+            notes=notes,
+            near_tie_drafts=near_ties,
+            adaptive_draft=near_ties > 0 and parameters.drafting.adaptive_draft,
+        )
+        yield pb.GenerateEvent(started=started)
         if request.HasField("prefix_source") and self._fetcher is not None:
             began_at = time.monotonic()
             received = await self._fetcher.fetch(request.prefix_source, parameters)

@@ -75,12 +75,17 @@ class DraftControl:
         return k > 0 and not self.refusal
 
     def grant(self, request: Parameters) -> Parameters:
-        """The request, without drafts if there is a `refusal`."""
+        """The request, without drafts if there is a `refusal`. Raises InvalidRequest."""
+        self.check(request.k)
         if not request.k or self.grants(request.k):
             return request
         changes = {"num_draft_tokens": 0, "adaptive_draft": False}
         drafting = changed(request.drafting, **changes, drafting_reason=self.refusal)
         return replace(request, drafting=drafting)
+
+    def near_tie_drafts(self, request: Parameters) -> int:
+        """The K of a granted request, where its drafts may decide near ties; else 0."""
+        return request.k if self.is_near_tie else 0
 
     def demand(self, request: Parameters) -> DraftDemand:
         """The drafts of the head that a request asks for."""

@@ -148,8 +148,8 @@ class ModelMeasurements:
         except MODEL_FAULTS as fault:  # only the probe's own state is lost
             reason = f"drafts cannot be measured here ({headline(fault)})"
             log.warning("%s: nothing is drafted", reason)
-        self._drafting.off_reason = ""
         self._drafting.is_near_tie = self._lookup.is_near_tie = self.identity == "near_tie"
+        self._drafting.off_reason = ""
         if self._drafting.is_near_tie and self.profile.identity is not None:
             self._lookup.part = self.profile.identity.part
             log.info("drafts may decide near ties otherwise than single steps%s", self._lookup.part)

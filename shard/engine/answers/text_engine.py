@@ -186,7 +186,6 @@ class TextEngine:
 
         `deliver` gets its events, and `on_end` None after its `AnswerEnd`, or the error.
         """
-        self.drafting.check(parameters.k)
         self._check_name(parameters)
         parameters = self.drafting.grant(parameters)
         self._answer_reads.begin(parameters)
@@ -342,7 +341,7 @@ class TextEngine:
         if identity == "off" and request.drafts.lookup is not None:
             identity = "bitwise"  # else its lengths would not be used
         if isinstance(self._executor, PipelineExecutor):
-            measured.batch_identity = "bitwise" if self._executor.rounds.is_same else "near_tie"
+            measured.batch_identity = self._executor.batch_identity
         batch_identity = measured.batch_identity if stats.batched_tokens else "off"
         return AnswerEnd(why, text.finish(), stats, identity, batch_identity, text.stopped_by)
 

@@ -5,7 +5,6 @@ import gc
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import pytest
 from fakes import FakeFacts, FakeGenerators, FakeStages, OneHead, leading
@@ -213,19 +212,39 @@ def test_a_lost_attempt_is_followed_by_one_that_begins_after_what_was_handed_out
 
 
 @pytest.mark.parametrize(
-    ("policy", "identity", "exact"),
+    ("first", "second", "exact"),
     [
-        ("adaptive", "bitwise", True),
-        ("adaptive", "near_tie", False),
-        ("fixed", "near_tie", True),
-        ("none", "off", True),
+        ((0, False), (0, False), True),
+        ((2, False), (2, False), True),
+        ((2, False), (1, False), False),
+        ((2, True), (2, True), False),
+        ((2, False), (0, False), False),
+        ((2, True), (0, False), False),
+        ((0, False), (2, False), False),
     ],
+    ids=["none", "fixed", "another K", "adaptive", "fixed, not measured", "not measured", "later"],
 )
 def test_a_resume_is_not_called_exact_where_its_rounds_may_decide_near_ties_otherwise(
-    policy: Any, identity: str, *, exact: bool
+    first: tuple[int, bool], second: tuple[int, bool], *, exact: bool
 ) -> None:
-    """Adaptive K begins anew after a loss, so later rounds may have other rows."""
-    stats = stats_to_wire(replace(STATS, draft_policy=policy), identity)
+    """Adaptive K begins anew after a loss, and a runner that has measured nothing drafts nothing:
+    later rounds may have other rows."""
+    starts = [
+        pb.GenerateEvent(started=pb.Started(prompt_ids=[7], near_tie_drafts=k, adaptive_draft=own))
+        for k, own in (first, second)
+    ]
+    events, _ = resumed(([starts[0], spoken("a", 1)], LOST), ([starts[1], ENDED], None))
+    end = events[-1]
+    assert isinstance(end, Finished) and end.stats["resume_exact"] is exact
+
+
+@pytest.mark.parametrize(
+    ("identity", "exact"), [("bitwise", True), ("near_tie", False), ("off", False)]
+)
+def test_a_resume_of_shared_steps_is_exact_only_where_that_was_measured(
+    identity: str, *, exact: bool
+) -> None:
+    stats = stats_to_wire(replace(STATS, batched_tokens=3), "off", identity)
     ended = pb.GenerateEvent(finished=pb.Finished(reason="stop", stats=stats))
     events, _ = resumed(([STARTED, spoken("a", 1)], LOST), ([STARTED, ended], None))
     end = events[-1]

@@ -274,6 +274,8 @@ def test_nothing_is_drafted_before_costs_were_measured(metal: OnChip) -> None:
     assert (granted.k, granted.drafting.drafting_reason) == (0, NOT_MEASURED)
     served.measurements.measure()
     assert served.drafting.refusal == "" and served.drafting.grant(asked()).k == 3
+    assert served.drafting.near_tie_drafts(asked()) == 3
+    assert served.drafting.near_tie_drafts(granted) == 0
 
 
 def test_requests_that_draft_there_copy_nothing_since_the_clock_decides_copies(

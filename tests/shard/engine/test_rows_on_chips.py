@@ -7,13 +7,13 @@ The engine and the model are real, and each chip's products and attention are st
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from chips import M1, M3_MAX, M5, Chip, on_chip
+from chips import M1, M3_MAX, M5, Chip, as_on_a_cpu, on_chip, quantised, remedies
 from engines import Answer, answer, changed, engine_of, load_quietly, request
 from forced_copies import FixedLength, force
 from mlx import nn
@@ -99,25 +99,11 @@ def asked(prompt: Sequence[int], k: int = 0, **changes: Any) -> Any:
 
 def load_on(precision: str) -> Loaded:
     """The small model as a runner loads it; of 4 bits, in groups of 32."""
-    loaded = load_quietly(spec_of(precision))
     if precision != "4 bits":
-        return loaded
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_groups, "may_depend_on_rows", lambda: False)
+        return load_quietly(spec_of(precision))
+    with as_on_a_cpu():
         loaded = load_quietly(spec_of(precision))
-    nn.quantize(loaded.model.model, group_size=32, bits=4)
-    mx.eval(loaded.model.model.parameters())
-    return replace(loaded, kernels=remedies(loaded.model, mx.bfloat16))
-
-
-def remedies(stage: StageModel, dtype: mx.Dtype) -> tuple[KernelChoice, ...]:
-    """What `install` puts into the model on Metal; its products and its attention."""
-    modules = stage.own_modules(outer=True)
-
-    def two_rows() -> mx.array:
-        return stage.hidden(mx.zeros((1, 2), mx.int32), None, stage.make_caches())
-
-    return install.group_keys(modules, two_rows) + group_rows(modules, dtype, perf_counter)
+    return quantised(loaded)
 
 
 @pytest.fixture(scope="module", params=PLACES + ACROSS, ids=_name)

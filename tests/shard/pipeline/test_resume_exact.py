@@ -137,3 +137,13 @@ def test_a_second_loss_while_the_first_is_mended_changes_nothing(
     assert pipeline.until_lost(name="second", attempt=2, replay=log) == ()
     pipeline.replace(2)
     assert pipeline.rounds(attempt=3, replay=log, name="second") == expected[20:]
+
+
+def test_shared_rounds_of_a_log_are_not_called_measured_where_none_was_shared_yet() -> None:
+    """Later stages say only with a shared round whether it has the bits of single ones."""
+    engine = split().engine
+    first = undisturbed(engine, 0)
+    log = [replace(r, forward=replace(r.forward, batch=2)) for r in first.rounds[:17]]
+    again = request(PROMPT, 0, TOKENS, ignore_eos=True, attempt=2, replay=log)
+    end = answer(engine, again).end
+    assert end.stats.batched_tokens and end.batch_identity == "off"

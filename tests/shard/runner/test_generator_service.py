@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from engines import CHUNK, message
+from engines import CHUNK, changed, message
 from families_text import codec_of
 from small import PROMPT, small_engine
 
@@ -50,12 +50,22 @@ def streamed(drive: Drive, **fields: Any) -> list[pb.GenerateEvent]:
     return asyncio.run(_stream(_stand_in(drive), None, **fields))
 
 
-def _stand_in(drive: Drive) -> Any:
+def _stand_in(drive: Drive, k: int = 3, near_ties: int = 0) -> Any:
+    """`k`: the most that is granted. `near_ties`: the K of drafts that may decide near ties."""
+
+    def grant(request: Parameters) -> Parameters:
+        return changed(request, num_draft_tokens=min(k, request.k))
+
+    def near_tie_drafts(request: Parameters) -> int:
+        return min(near_ties, request.k)
+
+    drafting = SimpleNamespace(grant=grant, near_tie_drafts=near_tie_drafts)
     return SimpleNamespace(
         limits=RequestLimits(CONTEXT, VOCABULARY),
         codec=CODEC,
         is_whole=True,
         drive=drive,
+        drafting=drafting,
     )
 
 
@@ -101,6 +111,30 @@ def computed(events: Iterable[EngineEvent], **fields: Any) -> list[pb.GenerateEv
 
 
 CHAT: dict[str, Any] = {"messages": pb.Messages(json="[]")}
+
+
+@pytest.mark.parametrize(
+    ("granted", "near_ties", "said"),
+    [(3, 0, (0, False)), (3, 3, (2, True)), (0, 3, (0, False))],
+    ids=["bitwise", "near_tie", "not measured"],
+)
+def test_an_attempt_says_what_its_drafts_may_decide(
+    granted: int, near_ties: int, said: tuple[int, bool]
+) -> None:
+    """A resume is exact only where that is the same in all attempts."""
+    requested = list[int]()
+
+    def drive(_: Any, engine_request: Parameters, deliver: Put, on_end: Put) -> Any:
+        del deliver
+        requested.append(engine_request.k)
+        on_end(None)
+        return RUN
+
+    fields = {"num_draft_tokens": 2, "adaptive_draft": True}
+    engine = _stand_in(drive, granted, near_ties)
+    [event, *_] = asyncio.run(_stream(engine, None, **CHAT, **fields))
+    assert (event.started.near_tie_drafts, event.started.adaptive_draft) == said
+    assert requested == [min(granted, 2)], "what was said is what is done"
 
 
 @pytest.mark.parametrize(
