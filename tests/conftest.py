@@ -175,6 +175,7 @@ SLOW_FILES = {
         "mtp/test_garbage_heads",
         "mtp/test_published_heads",
         "shard/engine/test_rows_on_chips",
+        "shard/engine/test_chip_answers",
         "shard/kernels/test_own_keys",
         "shard/model/test_families",
         "node/api/test_large_bodies",

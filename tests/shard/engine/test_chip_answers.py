@@ -42,7 +42,7 @@ def test_with_attention_at_once_drafts_differ(
         return ()
 
     monkeypatch.setattr(install, "group_keys", no_choice)
-    assert _differing(place, tmp_path, monkeypatch)["K 3"]
+    assert any(_differing(place, tmp_path, monkeypatch).values())
 
 
 def _differing(place: Any, folder: Path, patch: pytest.MonkeyPatch) -> dict[str, int]:
