@@ -106,9 +106,8 @@ def test_numbers_that_depend_on_the_row_count_are_near_tie(k: int, only: str) ->
         (20, 64, "near_tie"),
     ],
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_long_contexts_are_measured_as_far_as_the_placement_has_them(
-    behind: int, context_length: int, identity: Identity, dtype: str
+    behind: int, context_length: int, identity: Identity
 ) -> None:
     """Attention on GPUs changes its kernels with the length of the context."""
 
@@ -119,7 +118,7 @@ def test_long_contexts_are_measured_as_far_as_the_placement_has_them(
             return block
         return ForwardOutput(block.logits * 1.01, block.hidden)
 
-    subject = subject_of(taped_qwen(dtype), change, context_length)
+    subject = subject_of(taped_qwen(), change, context_length)
     assert result_of(greedy_identity(subject, 2)) == identity
 
 
@@ -136,13 +135,6 @@ def test_a_kernel_that_is_chosen_by_the_size_of_a_buffer_is_near_tie() -> None:
     assert probe(taped_qwen(), 2, change) == "near_tie"
 
 
-def test_a_router_that_depends_on_the_row_count_is_near_tie() -> None:
-    """In a mixture of experts the router flips first."""
-    model = taped_qwen(moe=True)
-    assert perturb(model, by_rows, only=".mlp.gate") == 4
-    assert probe(model, 2) == "near_tie"
-
-
 @pytest.mark.parametrize("width", [2, 3, 4])
 def test_every_width_up_to_the_largest_is_measured(width: int) -> None:
     """One kernel for two rows and another for four would pass a probe of four rows alone."""
@@ -150,12 +142,6 @@ def test_every_width_up_to_the_largest_is_measured(width: int) -> None:
     _ = perturb(model, at_rows([width]))
     assert probe(model, 3) == "near_tie"
     assert probe(model, width - 2) == "bitwise"
-
-
-def test_the_prompts_row_count_does_not_matter() -> None:
-    model = taped_qwen()
-    _ = perturb(model, at_rows([PROMPT_ROWS]))
-    assert probe(model, 3) == "bitwise"
 
 
 @pytest.mark.parametrize("k", [1, 3])
@@ -230,13 +216,6 @@ def test_a_product_that_differs_is_found_among_all(name: str, path: str) -> None
     assert path in paths, paths
     assert perturb(model, by_rows, only=path) == 1
     assert found(model) == (path, 24)
-
-
-def test_of_several_the_first_is_found() -> None:
-    model = model_of("llama")
-    _ = perturb(model, by_rows, only="layers.1")
-    path = found(model)
-    assert path is not None and path[0].startswith("model.layers.1.self_attn.")
 
 
 def test_embeddings_are_found_where_they_are_the_lm_head() -> None:

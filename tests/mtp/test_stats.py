@@ -89,23 +89,6 @@ def test_without_time_there_is_no_rate() -> None:
     assert (instant.prompt_tps, instant.generation_tps) == (0, 0)
 
 
-def test_an_answer_without_a_round_counts_nothing() -> None:
-    got = collected([])
-    assert (got.completion_tokens, got.generation_tps, got.time_to_first_token_s) == (0, 0, 0)
-
-
-def test_the_drafter_is_named() -> None:
-    kinds = [collected([FIRST], k).drafter_kind for k in (2, 0)]
-    assert kinds == ["native_mtp", "none"]
-
-
-def test_tokens_are_counted_while_the_answer_continues() -> None:
-    collector = StatsCollector(Clock())
-    for tokens in (1, 4, 2):
-        collector.add(Round((7,) * tokens, 3, tokens - 1, Forward(0, 4)))
-    assert collector.completion_tokens == 7
-
-
 def test_acceptance_is_a_share_of_the_proposed_and_of_the_emitted() -> None:
     stats = collected([FIRST, (1, 3, 0), (4, 3, 3), (2, 3, 1)])
     assert stats.acceptance_rate == pytest.approx(4 / 9)

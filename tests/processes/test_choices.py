@@ -98,25 +98,6 @@ def test_a_runner_that_is_killed_loses_no_choice(served: Node, client: Any) -> N
     assert texts == undisturbed and resumes and max(resumes) == 1
 
 
-def test_the_log_probabilities_of_an_echo_are_those_that_its_answer_had(client: Any) -> None:
-    create = client.completions.create
-    fields: dict[str, Any] = {"model": "code", "temperature": 0, "logprobs": 3}
-    first = create(
-        **fields, prompt=PROMPT, max_tokens=12, extra_body={"return_token_ids": True}
-    ).to_dict()["choices"][0]
-    whole = [*PROMPT, *first["token_ids"]]
-    echo = create(**fields, prompt=whole, max_tokens=0, echo=True).to_dict()["choices"][0]
-    scores, count = echo["logprobs"], len(first["token_ids"])
-    assert len(scores["tokens"]) == len(whole) and scores["token_logprobs"][0] is None
-    assert scores["token_logprobs"][-count:] == pytest.approx(
-        first["logprobs"]["token_logprobs"], abs=1e-3
-    )
-    for alternatives, value in zip(
-        scores["top_logprobs"][-count:], scores["token_logprobs"][-count:], strict=True
-    ):
-        assert max(alternatives.values()) == value, "each was the likeliest"
-
-
 def _runner(served: Node) -> int:
     """The process of the node's only runner."""
     children = psutil.Process(served.process.pid).children()

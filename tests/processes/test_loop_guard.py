@@ -1,6 +1,5 @@
 """A node with a model that goes in circles ends its answers with tools, and says why."""
 
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,12 +102,3 @@ def test_a_request_a_grammar_and_the_nodes_setting_let_it_continue(
         assert answer["usage"]["completion_tokens"] == MANY
         assert answer["generation_stats"]["loop_reason"] == ""
         assert looped(off) == 0
-
-
-def test_the_counter_of_looped_answers_is_a_metric(served: Node) -> None:
-    _ = chat(served, tools=TOOLS)
-    with urllib.request.urlopen(f"http://127.0.0.1:{served.port}/metrics") as reply:
-        lines: list[str] = reply.read().decode().splitlines()
-    name = "exo_node_looped_answers_total{"
-    (line,) = [each for each in lines if each.startswith(name) and '"circles"' in each]
-    assert float(line.rpartition(" ")[2]) == looped(served) >= 1

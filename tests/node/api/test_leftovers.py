@@ -121,7 +121,7 @@ _LIMITED: dict[str, Any] = {**_MESSAGES, "max_tokens": 3}
 KINDS: dict[str, tuple[str, dict[str, Any], bytes]] = {
     "chat completions": ("/v1/chat/completions", _MESSAGES, b'"choices"'),
     "completions": ("/v1/completions", {**_ASK, "prompt": "hi"}, b'"choices"'),
-    "responses": ("/v1/responses", {**_ASK, "input": "hi"}, b'"output"'),
+    "responses": ("/v1/responses", {**_ASK, "input": "hi", "store": False}, b'"output"'),
     "messages": ("/v1/messages", _LIMITED, b"end_turn"),
     "ollama's chat": ("/api/chat", {"stream": False, **_MESSAGES}, b'"done":true'),
     "ollama's generate": (
@@ -133,7 +133,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], bytes]] = {
     "bad field": ("/v1/chat/completions", {**_MESSAGES, "max_tokens": "x"}, b"max_tokens"),
     "no such model": ("/v1/chat/completions", {**_MESSAGES, "model": "nobody"}, b"nobody"),
 }
-"""Path, body, and what is in the answer."""
+"""Path, body, and what is in the answer. A response that may be continued is kept for an hour."""
 
 
 def _requests() -> Iterator[tuple[str, dict[str, Any], bytes]]:

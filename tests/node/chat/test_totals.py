@@ -42,14 +42,6 @@ def test_totals_are_the_sums_of_the_stats_with_both_shares_of_acceptance() -> No
     }
 
 
-def test_totals_without_drafts_have_no_shares_and_no_identity() -> None:
-    totals = Totals()
-    totals.add(DEMO, 6, stats_of(6, **PLAIN))
-    described = totals.describe()["demo"]
-    shares = ("acceptance_rate", "accepted_share_of_output", "greedy_identity")
-    assert [described[name] for name in shares] == [None, None, None]
-
-
 def test_a_parked_head_is_told_with_its_reason() -> None:
     totals = Totals()
     totals.add(DEMO, 7, stats_of(7, head_parked=True, drafting_reason="not finite at 9"))

@@ -342,10 +342,6 @@ def test_loopback_is_dialled_by_nodes_that_live_there() -> None:
     ]
 
 
-def test_a_service_without_a_port_is_ignored() -> None:
-    assert candidates(service_info(GOOD, ("10.0.0.1",), port=0), HOME) is None
-
-
 def test_one_service_offers_only_a_few_addresses() -> None:
     offered = candidates(service_info(GOOD, tuple(f"10.0.0.{n}" for n in range(1, 200))), HOME)
     assert offered is not None

@@ -9,7 +9,6 @@ from forced_copies import FixedLength, force
 from readers import Reader, alone, engine, prompt, together
 
 from exo_node.mtp.types import Sampling
-from exo_node.shard.engine.loop_guard import EARLY
 from exo_node.shard.engine.request import Parameters
 from exo_node.shard.text.grammars.grammar import Gate
 from exo_node.shard.text.grammars.grammars import GrammarSpec
@@ -28,11 +27,6 @@ def parameters(k: int = 0, sampling: Sampling = GREEDY, **changes: object) -> Pa
 @functools.cache
 def plain(sampling: Sampling) -> Answer:
     return alone(parameters(sampling=sampling))
-
-
-def test_without_it_the_answer_ends_at_once() -> None:
-    got = alone(parameters(sampling=replace(GREEDY, min_tokens=0)))
-    assert got.ids == (END,)
 
 
 @pytest.mark.parametrize("k", [0, 2])
@@ -90,8 +84,3 @@ def test_under_a_grammar_ends_wait_while_anything_else_may_follow(
         assert len(got.ids) == count + 1
     else:
         assert got.text == "abc"
-
-
-def test_no_loop_guard_ends_it() -> None:
-    sampling = replace(GREEDY, min_tokens=2**32 - 1)
-    assert parameters(sampling=sampling, loop_limits=EARLY).loop_guard() is None
