@@ -15,6 +15,7 @@ from mlx_lm.models.cache import KVCache
 
 from exo_node.mtp.drafting.lookup_drafts import PromptLookup
 from exo_node.mtp.drafting.round_policy import RoundPolicy
+from exo_node.mtp.grammar import GrammarMatcher
 from exo_node.mtp.placed_rope import RopePositions
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import ForwardOutput, Want, as_ids
@@ -177,6 +178,7 @@ def tell(
     ending: EndAt | None = None,
     runs_ahead: bool = False,
     lookup: PromptLookup | None = None,
+    grammar: GrammarMatcher | None = None,
     **fields: Any,
 ) -> TableAnswer:
     """Answers over tables to the end, or to what goes wrong; `draft` None decodes plainly.
@@ -205,7 +207,7 @@ def tell(
         max_tokens,
         prefill_chunk,
         k if head else 0,
-        sampler=Sampler(sampling or Sampling(), entropy, (), prompt),
+        sampler=Sampler(sampling or Sampling(), entropy, (), prompt, grammar),
         stop_condition=ending or EndAt(),
         replay=ReplayProgress(replay),
         deliver=steps.append,

@@ -8,7 +8,8 @@ chi-square over them, summed over the tokens that they follow, has its usual dis
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -20,6 +21,8 @@ from tables import PROMPT, Logits, tell
 from exo_node.mtp import sampler as chooser
 from exo_node.mtp.accept import VerifyResult, accept_by_block
 from exo_node.mtp.drafting.lookup_drafts import PromptLookup
+from exo_node.mtp.grammar import GrammarMatcher
+from exo_node.mtp.processors import Processors
 from exo_node.mtp.sampling import ACCEPT, RESIDUAL, Distribution, Noise
 from exo_node.mtp.types import Sampling
 
@@ -141,21 +144,30 @@ def deviation(
     *,
     runs_ahead: bool = False,
     copies: int = 0,
+    grammar: GrammarMatcher | None = None,
+    expected: Logits | None = None,
 ) -> float:
     """How far a long answer is from the target's joint distribution over 1 to K + 2 tokens.
 
     The longest windows show what a round does to the next one; the short ones are more and show a
     small bias sooner. `copies`: tokens that a round copies from the answer, in place of drafts.
+    `expected`: the target's logits after penalties, bias and grammar.
     """
     wide = [np.broadcast_to(t, (tokens + 8, *t.shape[1:])) for t in (target, draft)]
     drafts = wide[0], wide[1], k
     lookup = PromptLookup(PROMPT, FixedLength(copies)) if copies else None
     answer = tell(
-        *drafts, sampling=s, entropy=k, max_tokens=tokens, runs_ahead=runs_ahead, lookup=lookup
+        *drafts,
+        sampling=s,
+        entropy=k,
+        max_tokens=tokens,
+        runs_ahead=runs_ahead,
+        lookup=lookup,
+        grammar=grammar,
     )
     mixed = (r for r in answer.rounds if r.is_copied and 0 < r.accepted < r.drafted)
     assert any(mixed) or not copies
-    rows = exact(target, s)
+    rows = exact(target if expected is None else expected, s)
     return max(surprise(answer.ids, rows, length) for length in range(1, max(k, copies) + 3))
 
 
@@ -193,6 +205,52 @@ def test_it_holds_where_rounds_are_issued_ahead(k: int, draft: str, name: str) -
 def test_it_holds_where_tokens_are_copied(k: int, copies: int, name: str) -> None:
     assert deviation(TARGET, DRAFTS["near"], k, WARM, copies=copies) < SUSPICIOUS
     assert deviation(TARGET, DRAFTS["near"], k, FILTERS[name], copies=copies) < SUSPICIOUS
+
+
+class NeverTwice:
+    """A grammar that allows all but the last token. It masks no draft: there are too few ids."""
+
+    failed = ""
+
+    def __init__(self) -> None:
+        self._last = PROMPT[-1]
+
+    def take(self, tokens: Sequence[int]) -> None:
+        self._last = tokens[-1]
+
+    def masks(self, drafts: Sequence[int]) -> list[bytes | None]:
+        return [(0b1111 ^ 1 << last).to_bytes(4, "little") for last in (self._last, *drafts)]
+
+
+BIASED = replace(WARM, logit_bias=tuple(enumerate((0.7, -1.0, 0.4, 0.0))))
+PENALISED = replace(WARM, presence_penalty=1.5, repetition_context_size=1)
+"""A penalty of the last token alone keeps an answer a Markov chain."""
+PENALTY: Logits = (1.5 * np.eye(V)).astype(np.float32)
+
+
+@pytest.mark.parametrize(("k", "copies"), [(3, 0), (0, 3)])
+def test_it_holds_under_a_bias_a_penalty_and_a_grammar(k: int, copies: int) -> None:
+    near, masked = DRAFTS["near"], TARGET.copy()
+    masked[0][np.diag_indices(V)] = -np.inf
+    biased = TARGET + np.array([0.7, -1.0, 0.4, 0.0], dtype=np.float32)
+    assert deviation(TARGET, near, k, BIASED, copies=copies, expected=biased) < SUSPICIOUS
+    assert (
+        deviation(TARGET, near, k, PENALISED, copies=copies, expected=TARGET - PENALTY) < SUSPICIOUS
+    )
+    got = deviation(TARGET, near, k, WARM, copies=copies, grammar=NeverTwice(), expected=masked)
+    assert got < SUSPICIOUS
+
+
+def test_the_same_check_catches_a_penalty_that_forgets_the_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    apply = Processors.apply
+
+    def forgetful(self: Processors, logits: mx.array, drafts: mx.array | None = None) -> mx.array:
+        return apply(self, logits, None if drafts is None else mx.zeros_like(drafts))
+
+    monkeypatch.setattr(Processors, "apply", forgetful)
+    assert deviation(TARGET, DRAFTS["near"], 3, PENALISED, expected=TARGET - PENALTY) > CAUGHT
 
 
 def test_a_seeds_tokens_have_the_targets_distribution() -> None:
