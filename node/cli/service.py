@@ -1,6 +1,8 @@
 """`exo-node service`: the node as this user's service, by systemd on Linux and launchd on macOS."""
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,11 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Final
 
+import typer
+
 from ...placement.errors import ExoNodeError
 from ..machine.private_files import replace_private
 from .client import client_settings
-from .flags import DataDir, Yes, group, switch
-from .output import confirm, note
+from .flags import AsJson, DataDir, Yes, group, switch
+from .output import confirm, joined, note
 from .times import TIMES
 
 UNIT: Final = "exo-node.service"
@@ -27,7 +31,7 @@ _NO_MANAGER: Final = (
     "enable-linger $USER` starts them without that: log in again then, and repeat the command"
 )
 
-_ON_A_MAC: Final = (
+_REFUSED: Final = (
     "its log is ~/Library/Logs/exo-node.log; where macOS keeps it from starting: System Settings > "
     "General > Login Items & Extensions, allow exo-node (or python) in the background"
 )
@@ -48,11 +52,14 @@ class Manager:
     start: list[list[str]]
     """Load the definition and start the service."""
     stop: list[str]
+    state: list[str]
+    """Fails while the service is not loaded, or on Linux while it does not run."""
+    fault: Callable[[str], str] = lambda _: ""
+    """Why a service does not run, from the output of `state`; empty where it runs."""
     other: Path | None = None
     """The file of the other kind of service, which would run the same node a second time."""
-    loaded: list[str] | None = None
-    """Fails once a stopped service has ended, where `stop` returns before that and `start` fails
-    until then."""
+    is_ended_late: bool = False
+    """`stop` returns before the service has ended, and `start` fails until it has."""
 
 
 def systemd(folder: Path) -> Manager:
@@ -64,6 +71,7 @@ def systemd(folder: Path) -> Manager:
         look=[*base, "show-environment"],
         start=[[*base, "daemon-reload"], [*base, "enable", UNIT], [*base, "restart", UNIT]],
         stop=[*base, "disable", "--now", UNIT],
+        state=[*base, "is-active", "--quiet", UNIT],
     )
 
 
@@ -106,8 +114,10 @@ def launchd(home: Path, uid: int, system_user: str = "") -> Manager:
         # One that was switched off in System Settings is loaded only after `enable`.
         start=[["launchctl", "enable", label], ["launchctl", "bootstrap", domain, str(file)]],
         stop=["launchctl", "bootout", label],
+        state=["launchctl", "print", label],
+        fault=_job_fault,
         other=other,
-        loaded=["launchctl", "print", label],
+        is_ended_late=True,
     )
 
 
@@ -134,6 +144,17 @@ def _job(home: Path, system_user: str, command: list[str]) -> bytes:
             ),
         }
     )
+
+
+def _job_fault(text: str) -> str:
+    """Why a job does not run, from the output of `launchctl print`."""
+    # The first of each: what follows are the states of what the job uses.
+    facts = dict(reversed(re.findall(r"^\s*(state|last exit code) = (.*)$", text, re.MULTILINE)))
+    if facts.get("state") == "running":
+        return ""
+    code = facts.get("last exit code", "")
+    ended = re.match("-?[0-9]", code)  # "(never exited)" otherwise
+    return f"it ended with exit code {code}" if ended else f"its state is {facts.get('state')}"
 
 
 def manager_of(platform: str, *, system: bool = False) -> Manager:
@@ -189,20 +210,40 @@ def install(data_dir: DataDir = None, system: _System = False) -> None:
             else "`sudo exo-node service uninstall --system`"
         )
         raise ExoNodeError(f"nothing was installed: {manager.other} runs this node; {way} first")
-    if fault := _fault(manager.look):
+    _, fault = _run(manager.look)
+    if fault:
         command = " ".join(manager.look)
         raise ExoNodeError(f"nothing was installed: `{command}`: {fault}; {_NO_MANAGER}")
     manager.file.parent.mkdir(parents=True, exist_ok=True)
-    if manager.loaded:
-        _end(manager.stop, manager.loaded)
+    if manager.is_ended_late:
+        _end(manager)
     where = [] if folder is None else ["--data-dir", str(folder)]
     replace_private(manager.file, manager.definition([*_program(), "start", *where]))
     for command in manager.start:
-        if fault := _started(command, again=manager.loaded is not None):
+        if fault := _started(command, again=manager.is_ended_late):
             raise ExoNodeError(f"{manager.file} is written, but `{' '.join(command)}`: {fault}")
     note(f"the node runs as a service, defined in {manager.file}")
-    if sys.platform == "darwin":
-        note(_ON_A_MAC)
+
+
+@service.command()
+def status(as_json: AsJson = False, system: _System = False) -> None:
+    """Say whether the service is installed and runs. Exit status 1 where it does not run."""
+    manager = manager_of(sys.platform, system=system)
+    installed = manager.file.exists()
+    output, fault = _run(manager.state) if installed else ("", "it is not installed")
+    why = "" if fault else manager.fault(output)
+    runs = not fault and not why
+    if as_json:
+        report = {"installed": installed, "running": runs, "file": str(manager.file)}
+        print(json.dumps(report | ({"reason": why} if why else {})))
+    elif not installed:
+        print(joined(["not installed; `exo-node service install` does it"]))
+    else:
+        stopped = f"installed, not running{f' ({why})' if why else ''}"
+        print(f"{'running' if runs else stopped}, {manager.file}")
+        if not runs and sys.platform == "darwin":
+            note(_REFUSED)
+    raise typer.Exit(0 if runs else 1)
 
 
 @service.command()
@@ -214,18 +255,18 @@ def uninstall(yes: Yes = False, system: _System = False) -> None:
         return
     if not yes:
         confirm("Stop the node and remove its service?")
-    fault = _fault(manager.stop)
+    _, fault = _run(manager.stop)
     manager.file.unlink()
     failure = f"; stopping it failed: {fault}" if fault else ""
     note(*f"removed {manager.file}{failure}".splitlines())
 
 
-def _end(stop: list[str], loaded: list[str]) -> None:
+def _end(manager: Manager) -> None:
     """Ends a service that is loaded, and waits until it is gone: answers may take minutes."""
-    if (fault := _fault(stop)) and "36:" not in fault:
+    if (fault := _run(manager.stop)[1]) and "36:" not in fault:
         return  # it was not loaded; 36 is "Operation now in progress"
     until = time.monotonic() + TIMES.service_stop_s
-    while not _fault(loaded) and time.monotonic() < until:
+    while not _run(manager.state)[1] and time.monotonic() < until:
         time.sleep(TIMES.service_look_s)
 
 
@@ -235,7 +276,7 @@ def _started(command: list[str], *, again: bool) -> str:
     `again`: launchd may answer "5: Input/output error" for a moment after a service has gone.
     """
     until = time.monotonic() + TIMES.service_settle_s
-    while (fault := _fault(command)) and again and time.monotonic() < until:
+    while (fault := _run(command)[1]) and again and time.monotonic() < until:
         time.sleep(TIMES.service_look_s)
     return fault
 
@@ -245,15 +286,16 @@ def _program() -> list[str]:
     return [str(beside)] if beside.exists() else [sys.executable, "-m", "exo_node.node.cli.main"]
 
 
-def _fault(command: list[str]) -> str:
-    """Runs a command; its error, which is empty if it succeeded."""
+def _run(command: list[str]) -> tuple[str, str]:
+    """The output of a command, and its error, which is empty if it succeeded."""
     try:
         process = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=TIMES.service_start_s
         )
     except (OSError, subprocess.TimeoutExpired) as fault:
-        return str(fault)
-    return process.stderr.strip() or f"exit {process.returncode}" if process.returncode else ""
+        return "", str(fault)
+    fault = process.stderr.strip() or f"exit {process.returncode}"
+    return process.stdout, fault if process.returncode else ""
 
 
 def _command_line(command: list[str]) -> str:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import typer
 
 from exo_node.node.cli import service
 from exo_node.node.cli.service import LABEL
@@ -26,6 +27,8 @@ label=$(cat label)
 case "$1 $2" in
   "print $label")
     [ -e loaded ] || { echo "Could not find service \"$label\"" >&2; exit 113; }
+    printf '%s = {\n\tstate = %s\n\tlast exit code = %s\n' "$label" "$(cat loaded)" "$(cat code)"
+    printf '\tresource coalition = {\n\t\tstate = active\n\t}\n\tprogram = \377\n}\n'
     ;;
   "print "*) [ -e session ] || { echo "Could not find domain" >&2; exit 112; } ;;
   "enable "*) rm -f disabled ;;
@@ -69,6 +72,7 @@ def mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mac:
     for folder in (mac.home, mac.state, tmp_path / "bin"):
         folder.mkdir()
     _ = (mac.state / "label").write_text(f"gui/{os.getuid()}/{LABEL}")
+    _ = (mac.state / "code").write_text("0")
     (mac.state / "session").touch()
     program = tmp_path / "bin" / "launchctl"
     _ = program.write_text(LAUNCHCTL.replace("{state}", str(mac.state)))
@@ -80,15 +84,22 @@ def mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mac:
     return mac
 
 
+def status(capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    with pytest.raises(typer.Exit) as ended:
+        service.status()
+    return ended.value.exit_code, "".join(capsys.readouterr())
+
+
 def test_it_is_installed_again_though_bootout_returns_before_the_end(
     mac: Mac, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert status(capsys)[0] == 1
     service.install(str(mac.home / "data"))
-    shown = capsys.readouterr().err
-    assert str(mac.agent) in shown and "Login Items & Extensions" in shown
+    _ = capsys.readouterr()
+    assert status(capsys) == (0, f"running, {mac.agent}\n")
     assert mac.job()["ProgramArguments"][-6:-4] == ["--data-dir", str(mac.home / "data")]
     service.install(str(mac.home / "other"))  # the first one ends half a second later
-    assert (mac.state / "loaded").read_text() == "running\n"
+    assert status(capsys)[0] == 0
     assert mac.job()["ProgramArguments"][-5] == str(mac.home / "other")
     assert mac.calls().count("bootstrap") >= 2
     service.uninstall(yes=True)
@@ -115,6 +126,25 @@ def test_one_that_was_switched_off_is_enabled_first(mac: Mac) -> None:
     (mac.state / "disabled").touch()
     service.install(str(mac.home / "data"))
     assert mac.calls()[-2:] == ["enable", "bootstrap"]
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "why"),
+    [
+        ("not running", "2", "it ended with exit code 2"),
+        ("spawn scheduled", "(never exited)", "its state is spawn scheduled"),
+        ("spawn scheduled", "78: EX_CONFIG", "it ended with exit code 78: EX_CONFIG"),
+    ],
+)
+def test_the_status_tells_installed_from_running(
+    mac: Mac, capsys: pytest.CaptureFixture[str], state: str, code: str, why: str
+) -> None:
+    service.install(str(mac.home / "data"))
+    _ = (mac.state / "loaded").write_text(state)
+    _ = (mac.state / "code").write_text(code)
+    code_of_status, text = status(capsys)
+    assert code_of_status == 1 and f"installed, not running ({why})" in text
+    assert "Login Items & Extensions" in text and "exo-node.log" in text
 
 
 def test_without_a_session_nothing_is_written(mac: Mac) -> None:

@@ -45,7 +45,8 @@ def calls(tmp_path: Path) -> list[str]:
     return (tmp_path / "calls").read_text().splitlines()
 
 
-def test_it_is_installed_and_removed(run: Service, tmp_path: Path) -> None:
+def test_it_is_installed_listed_and_removed(run: Service, tmp_path: Path) -> None:
+    assert run("status").stdout.startswith("not installed")
     result = run("install", "--data-dir", str(tmp_path / "a folder"))
     assert result.returncode == 0, result.stderr
     unit = tmp_path / "config" / "systemd" / "user" / "exo-node.service"
@@ -56,6 +57,7 @@ def test_it_is_installed_and_removed(run: Service, tmp_path: Path) -> None:
         "--user enable exo-node.service",
         "--user restart exo-node.service",
     ]
+    assert (run("status").returncode, run("status", exit=3).returncode) == (0, 1)
     refused = run("uninstall")
     assert refused.returncode == 2 and "--yes" in refused.stderr and unit.exists()
     assert run("uninstall", "--yes").returncode == 0
@@ -66,7 +68,7 @@ def test_one_that_does_not_stop_is_removed_all_the_same(run: Service, tmp_path: 
     assert run("install").returncode == 0
     result = run("uninstall", "--yes", exit=1, fails="disable")
     assert "stopping it failed: Failed to connect to bus" in result.stderr
-    assert "it is not installed" in run("uninstall").stderr
+    assert run("status").stdout.startswith("not installed")
 
 
 def test_a_manager_that_refuses_is_an_error(run: Service) -> None:
@@ -82,6 +84,7 @@ def test_nothing_is_written_where_no_manager_of_this_user_runs(
     assert result.stderr.startswith("exo-node: nothing was installed: `systemctl --user")
     assert "Failed to connect to bus" in result.stderr and "enable-linger" in result.stderr
     assert not (tmp_path / "config" / "systemd").exists()
+    assert run("status").stdout.startswith("not installed")
 
 
 def test_what_a_restart_does_not_help_is_not_restarted(tmp_path: Path) -> None:
