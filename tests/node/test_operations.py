@@ -34,7 +34,7 @@ def test_metrics_count_each_node_of_the_cluster_and_the_memory_of_this_one() -> 
     peering: Any = SimpleNamespace(cluster=TwoNodes())
     placements: Any = SimpleNamespace(records=[])
     metrics = Metrics(Totals(), lambda: 0.0)
-    operations = NodeOperations(local, peering, placements, ABSENT, ABSENT, metrics, ABSENT)
+    operations = NodeOperations(local, peering, placements, ABSENT, metrics, ABSENT)
     text = asyncio.run(operations.metrics())[0].decode()
     assert 'exo_node_nodes{status="alive"} 2.0' in text
     weights = [row for row in text.splitlines() if "weight" in row and not row.startswith("#")]
