@@ -206,8 +206,8 @@ def deliver(
 ) -> Delivered:
     """The answer of a model whose text comes divided into `texts`."""
 
-    async def parse(text: str, *, is_beginning: bool = False) -> list[Call] | None:
-        return parse_calls(call_format, text, tools, is_beginning=is_beginning)
+    async def parse(text: str) -> list[Call] | None:
+        return parse_calls(call_format, text, tools)
 
     async def run() -> Delivered:
         form = format_named(call_format)

@@ -1,7 +1,7 @@
 """Splits an answer's text into the pieces that a client gets: content, reasoning, tool calls."""
 
-from collections.abc import Sequence
-from typing import Final, Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
 
 from ...proto import peer_pb2 as pb
 from ..text.tools.call_stream import CallStream
@@ -11,12 +11,8 @@ from ..text.tools.tool_calls import Call, Tools
 _LINE_BREAKS: Final = "\n\r"
 
 
-class Parse(Protocol):
-    """Parses tool calls."""
-
-    async def __call__(self, text: str, *, is_beginning: bool = False) -> Sequence[Call] | None:
-        """The calls in a text; None if there are none. `is_beginning`: it may be incomplete."""
-        ...
+Parse = Callable[[str], Awaitable[Sequence[Call] | None]]
+"""Parses the tool calls in a text; None if there are none."""
 
 
 class AnswerPieces:
@@ -119,28 +115,18 @@ class AnswerPieces:
         pieces: list[pb.Piece] = []
         self._has_reasoning, self._waiting = False, ""
         if self._call is None:
-            self._call = _CallText(self._stream())
+            self._call = _CallText(CallStream(self._tools) if self._in_parts else None)
         call = self._call
         call.parts.append(segment.text)
         call.is_whole = segment.is_whole
         if call.stream is not None:
             had_begun = call.stream.has_begun
-            if arguments := await call.stream.feed(segment.text, segment.scans):
+            if arguments := call.stream.feed(segment.text, segment.scans):
                 self._breaks, self._trims = "", True
                 pieces.append(_part(arguments, name="" if had_begun else call.stream.name))
         if segment.ends:
             pieces += await self._call_end(ended=True)
         return pieces
-
-    def _stream(self) -> CallStream | None:
-        if not self._in_parts:
-            return None
-
-        async def parse_beginning(text: str) -> Sequence[Call] | None:
-            assert self._parse is not None
-            return await self._parse(text, is_beginning=True)
-
-        return CallStream(self._tools, parse_beginning)
 
     async def _call_end(self, *, ended: bool) -> list[pb.Piece]:
         """The pieces at the end of a call. A call that the model has not `ended` may parse and

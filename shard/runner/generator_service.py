@@ -120,8 +120,8 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
     def _pieces(self, request: pb.GenerateRequest, parameters: Parameters) -> AnswerPieces:
         tools = tools_from_json(request.tools)
 
-        async def parse(text: str, *, is_beginning: bool = False) -> Sequence[Call] | None:
-            return await self._prompts.calls(text, tools, is_beginning=is_beginning)
+        async def parse(text: str) -> Sequence[Call] | None:
+            return await self._prompts.calls(text, tools)
 
         return AnswerPieces(
             parameters.answer_format,

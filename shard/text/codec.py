@@ -187,11 +187,9 @@ class TextCodec:
         """The text of these ids, control tokens included."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
-    def calls(
-        self, text: str, tools: Sequence[Mapping[str, Any]], *, is_beginning: bool = False
-    ) -> list[Call] | None:
+    def calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> list[Call] | None:
         """The tool calls in a text that the model marked as such; None if it contains none."""
-        return parse_calls(self.answer_format.call_format, text, tools, is_beginning=is_beginning)
+        return parse_calls(self.answer_format.call_format, text, tools)
 
     def call_grammar(self, request: str, tools: Sequence[Mapping[str, Any]]) -> str:
         """The grammar of `call_grammar.call_grammar`. Raises InvalidRequest."""

@@ -116,7 +116,7 @@ def _result(codec: "TextCodec", request: Packet) -> Packet:
             return Packet("done", {}, text.encode(errors="replace"))
         case "calls":
             text, tools = json.loads(data)
-            calls = codec.calls(text, tools, is_beginning=fields["is_beginning"])
+            calls = codec.calls(text, tools)
             return Packet("done", {"calls": calls and [[c.name, c.arguments] for c in calls]})
         case "grammar":
             from .grammars.grammars import GrammarSpec

@@ -240,16 +240,11 @@ class PromptEncoder:
                 why = "the image takes more time or memory to decode than one may; scale it down"
             raise InvalidRequest(why, param=field) from fault
 
-    async def calls(
-        self, text: str, tools: Sequence[Mapping[str, Any]], *, is_beginning: bool = False
-    ) -> list[Call] | None:
-        """The tool calls in a text; None if it contains none, or a limit ended the search.
-
-        `is_beginning`: required arguments may be missing.
-        """
+    async def calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> list[Call] | None:
+        """The tool calls in a text; None if it contains none, or a limit ended the search."""
         request = json.dumps([text, list(tools)])
         try:
-            answer = await self._ask("calls", request, is_beginning=is_beginning)
+            answer = await self._ask("calls", request)
         except InvalidRequest as fault:
             log.warning("what looked like a call of a tool is passed on as text: %s", fault.code)
             return None

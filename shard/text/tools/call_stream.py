@@ -1,27 +1,22 @@
 """Streams the arguments of a tool call while a model writes it.
 
 The streamed text is always a prefix of the arguments that `tool_calls.py` parses in the whole call.
-Strings are streamed character by character, other values when they are complete.
+Strings are streamed character by character, other values when they are complete. From the first
+list or object on all waits for the whole call: only the helper process may read those.
 """
 
 import json
-import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from .argument_values import is_string_so_far
+from .argument_values import coerce, is_string_so_far
 from .call_scanners import CallStart, Doubt, Scan, ValueEnd, ValueKind, ValuePart, ValueStart
-from .schemas import Kind, SchemaDocument, SchemaFault, kind_of, member
-from .tool_calls import Call
+from .schemas import Kind, SchemaDocument, SchemaFault, member
+from .tool_calls import Call, spelled_value
 
-ParseBeginning = Callable[[str], Awaitable[Sequence[Call] | None]]
-"""Parses the calls in a text; required arguments may be missing."""
-
-_MAX_PARSES: Final = 16
-"""Each of them parses the call from its beginning."""
-_CANONICAL: Final = re.compile(r"0|-?[1-9][0-9]{0,17}|true|false")
-"""Values with only one JSON text."""
+_MAX_SCALAR_CHARS: Final = 64
+"""The most characters of a value that is no string so far and is read here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +37,11 @@ class _Unpredictable(Exception):
 class CallStream:
     """The stream of one call."""
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]], parse_beginning: ParseBeginning) -> None:
+    def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
         self.name = ""
         self._parameters = {
             tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools
         }
-        self._parse_beginning = parse_beginning
         self._document = SchemaDocument({})
         self._waits_for_end = False
         self._texts: list[str] = []
@@ -58,6 +52,7 @@ class CallStream:
         self._names: list[str] = []
         self._has_repeated = False
         """Whether an argument came twice."""
+        self._schema: object = True
         self._kinds: frozenset[Kind] | None = None
         """Kinds of the current value; None if its schema cannot be followed."""
         self._value: list[str] = []
@@ -66,20 +61,19 @@ class CallStream:
         """Whether more text may show that the value is a string."""
         self._in_string = False
         """Whether `_streamed` ends within a string."""
-        self._parses = 0
 
     @property
     def has_begun(self) -> bool:
         """Whether any arguments were returned; then `name` is set."""
         return bool(self._streamed)
 
-    async def feed(self, text: str, scans: Iterable[Scan]) -> str:
+    def feed(self, text: str, scans: Iterable[Scan]) -> str:
         """The arguments that became certain with `text`, in JSON; empty for none."""
         self._texts.append(text)
         length = len(self._streamed)
         try:
             for scan in () if self._waits_for_end else scans:
-                if arguments := await self._arguments(scan):
+                if arguments := self._arguments(scan):
                     self._streamed.append(arguments)
                     self._streamed_end = scan.end
         except _Unpredictable:
@@ -127,7 +121,7 @@ class CallStream:
         more = json.dumps(changed, ensure_ascii=False)[1:-1]
         return self._closing[:-1] + (f", {more}" if more else "") + "}"
 
-    async def _arguments(self, scan: Scan) -> str:
+    def _arguments(self, scan: Scan) -> str:
         match scan:
             case CallStart(tool):
                 if self._tool or tool not in self._parameters:
@@ -147,7 +141,7 @@ class CallStream:
                 self._in_string = False
                 return '"'
             case ValueEnd():
-                return await self._whole_value(scan.end)
+                return self._whole_value()
             case Doubt():
                 raise _Unpredictable
 
@@ -160,17 +154,11 @@ class CallStream:
         self._value, self._kind = [], value.kind
         try:
             parts = list(self._document.members(self._document.root))
-            self._kinds = self._document.kinds(member(parts, value.name))
+            self._schema = member(parts, value.name)
+            self._kinds = self._document.kinds(self._schema)
         except (SchemaFault, RecursionError):
             self._kinds = None
         self._may_be_string = self._kinds is not None
-
-    def _is_canonical(self, value: str) -> bool:
-        kinds = self._kinds or frozenset[Kind]()
-        may_be_text = self._kind == "string" or (self._kind == "raw" and "string" in kinds)
-        if may_be_text or not _CANONICAL.fullmatch(value):
-            return False
-        return kind_of(json.loads(value)) in kinds
 
     @property
     def _key(self) -> str:
@@ -190,22 +178,17 @@ class CallStream:
         self._may_be_string, self._in_string = verdict is None, verdict is True
         return f'{self._key}"{_escape(value)}' if self._in_string else ""
 
-    async def _whole_value(self, end: int) -> str:
+    def _whole_value(self) -> str:
         """A complete value, which may not be a string, as the parser of whole calls reads it."""
-        value = "".join(self._value).strip()
-        if self._is_canonical(value):
-            return self._key + value
-        self._parses += 1
-        if self._parses > _MAX_PARSES:
+        text = "".join(self._value)
+        is_nested = text.lstrip()[:1] in ("[", "{")
+        if self._kinds is None or is_nested or len(text) > _MAX_SCALAR_CHARS:
             raise _Unpredictable
-        text = "".join(self._texts)[:end]
-        calls = await self._parse_beginning(text)
-        if calls is None or [call.name for call in calls] != [self.name]:
-            raise _Unpredictable
-        streamed, arguments = "".join(self._streamed), calls[0].arguments.removesuffix("}")
-        if not arguments.startswith(streamed) or arguments == streamed:
-            raise _Unpredictable
-        return arguments[len(streamed) :]
+        try:
+            value = coerce(self._document, spelled_value(self._kind, text), self._schema)
+            return self._key + json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except (SchemaFault, ValueError, RecursionError) as fault:
+            raise _Unpredictable from fault
 
 
 def _escape(text: str) -> str:

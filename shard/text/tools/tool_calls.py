@@ -44,7 +44,7 @@ class Call:
 class _Reading:
     """The calls that a scanner finds in a text, with values as they are spelled."""
 
-    def __init__(self, scanner: Scanner, text: str, *, is_beginning: bool) -> None:
+    def __init__(self, scanner: Scanner, text: str) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.has_repeats = False
         """Whether an argument came twice."""
@@ -63,29 +63,31 @@ class _Reading:
                     self._add()
                 case _:
                     pass
-        self.is_whole = is_beginning or scanner.is_whole
+        self.is_whole = scanner.is_whole
 
     def _add(self) -> None:
-        text, arguments = "".join(self._parts), self.calls[-1][1]
-        match self._kind:
-            case "string":
-                arguments[self._name] = text
-            case "raw":
-                arguments[self._name] = RawText(text)
-            case "json":
-                arguments[self._name] = _load(text)
-            case "all":
-                value = _load(text)
-                arguments.update(value if isinstance(value, dict) else {"": value})
+        value, arguments = spelled_value(self._kind, "".join(self._parts)), self.calls[-1][1]
+        if self._kind != "all":
+            arguments[self._name] = value
+        else:
+            arguments.update(value if isinstance(value, dict) else {"": value})
+
+
+def spelled_value(kind: ValueKind, text: str) -> Any:
+    """A value as its text spells it, before its schema is asked."""
+    match kind:
+        case "string":
+            return text
+        case "raw":
+            return RawText(text)
+        case "json" | "all":
+            return _load(text)
 
 
 def parse_calls(
-    call_format: str, text: str, tools: Sequence[Mapping[str, Any]], *, is_beginning: bool = False
+    call_format: str, text: str, tools: Sequence[Mapping[str, Any]]
 ) -> list[Call] | None:
-    """The calls in the text of one section, all or None.
-
-    `is_beginning`: more text may follow, and required arguments may be missing.
-    """
+    """The calls in the text of one section, all or None."""
     if len(text) > MAX_CALL_CHARS:
         return None
     declared = declared_names(tools)
@@ -95,12 +97,12 @@ def parse_calls(
     others = [("", False), (_JSON, False)] if call_format else []
     for name, splits in ((call_format, True), (call_format, False), *others):
         scanner = scanner_for(name, declared, splits=splits)
-        reading = _Reading(scanner, text, is_beginning=is_beginning)
+        reading = _Reading(scanner, text)
         if splits and reading.has_repeats:
             continue
         if not reading.is_whole or not 0 < len(reading.calls) <= MAX_CALLS:
             continue
-        calls = [_check_call(*call, functions, is_beginning) for call in reading.calls]
+        calls = [_check_call(*call, functions) for call in reading.calls]
         whole = [call for call in calls if call is not None]
         if len(whole) == len(calls):
             return whole
@@ -111,13 +113,12 @@ def _check_call(
     name: str,
     fields: dict[str, Any],
     functions: Mapping[str, Mapping[str, Any]],
-    is_beginning: bool,
 ) -> Call | None:
     if name not in functions:
         return None
     schema: dict[str, Any] = functions[name].get("parameters") or {}
     arguments = _coerce_arguments(fields, SchemaDocument(schema))
-    required = None if is_beginning else schema.get("required")
+    required = schema.get("required")
     if isinstance(required, list) and not all(n in arguments for n in required):
         return None
     try:

@@ -149,8 +149,8 @@ def format_of(kind: str) -> tuple[AnswerFormat, tuple[int, ...], Callable[..., l
 def pieces_of(kind: str, *, in_parts: bool) -> AnswerPieces:
     format, prompt, calls = format_of(kind)
 
-    async def parse(text: str, *, is_beginning: bool = False) -> list[Call] | None:
-        return calls(text=text, is_beginning=is_beginning)
+    async def parse(text: str) -> list[Call] | None:
+        return calls(text=text)
 
     return AnswerPieces(format, prompt, parse, tools=[TOOL], in_parts=in_parts)
 
@@ -256,12 +256,12 @@ def test_a_long_string_flows_while_it_is_written(kind: str) -> None:
 
 
 def test_a_value_that_is_no_string_comes_when_it_is_complete() -> None:
-    edits = [{"old": "a", "new": "b"}]
+    fields = {"path": "a.py", "ratio": 0.25, "note": None, "force": True, "lines": 5}
     for kind in SPELLINGS:
-        text = spoken(kind, {"path": "a.py", "edits": edits, "more": {"a": "b"}, "lines": 5})
-        until = text.index("more")
-        streamed = stream_answer(kind, [text[:until]], finish=False).unfinished
-        assert json.loads(streamed + "}") == {"path": "a.py", "edits": edits}
+        text = spoken(kind, {**fields, "edits": [{"old": "a"}], "content": "x"})
+        for until in (text.index("edits"), text.index("content"), len(text) - 30):
+            streamed = stream_answer(kind, [text[:until]], finish=False).unfinished
+            assert json.loads(streamed + "}") == fields, "lists wait for the whole call"
 
 
 @pytest.mark.parametrize("kind", SPELLINGS)
@@ -281,7 +281,7 @@ def test_an_attempt_that_continues_hands_out_only_what_is_new(kind: str) -> None
 @pytest.mark.parametrize("kind", SPELLINGS)
 def test_a_call_that_was_cut_off_stays_open_and_what_was_not_sent_is_content(kind: str) -> None:
     """No client may take it for the whole call."""
-    whole = spoken(kind, {"path": "a.py", "edits": [{"old": "x"}], "content": "rm -rf /tmp/x"})
+    whole = spoken(kind, {"path": "a.py", "content": "rm -rf /tmp/x", "edits": [{"old": "x"}]})
     for at, streamed, rest in (("/tmp", "rm -rf", ""), ("old", '"path": "a.py"', "edits")):
         answer = stream_answer(kind, [whole[: whole.index(at)]], stopped=False)
         assert answer.calls == []

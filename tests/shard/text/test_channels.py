@@ -85,8 +85,8 @@ def deliver(
     codec = codec_of(family)
     prompt = codec.encode_chat(messages, tools=tools, options=options)
 
-    async def parse(text: str, *, is_beginning: bool = False) -> list[Call] | None:
-        return codec.calls(text, tools, is_beginning=is_beginning)
+    async def parse(text: str) -> list[Call] | None:
+        return codec.calls(text, tools)
 
     async def run() -> ClientAnswer:
         pieces = AnswerPieces(codec.answer_format, prompt, parse if tools else None, tools=tools)

@@ -102,8 +102,8 @@ THINKS = AnswerFormat(
 def pieces(form: AnswerFormat, texts: Sequence[str], *, stopped: bool) -> list[Any]:
     """The pieces of an answer: (reasoning, text, call's arguments)."""
 
-    async def parse(text: str, *, is_beginning: bool = False) -> Sequence[Call] | None:
-        return CODEC.calls(text, TOOLS, is_beginning=is_beginning)
+    async def parse(text: str) -> Sequence[Call] | None:
+        return CODEC.calls(text, TOOLS)
 
     async def all_pieces() -> list[pb.Piece]:
         answer = AnswerPieces(form.unmarked_call(), [], parse, tools=TOOLS)

@@ -51,9 +51,9 @@ def test_further_calls_of_one_list_follow_the_call_that_came_in_parts() -> None:
     edges: Any = {"content": [(DEEPSEEK[0], "call")], "call": [(DEEPSEEK[1], "content")]}
     form = AnswerFormat(edges, call_format="DeepSeek")
 
-    async def parse(text: str, *, is_beginning: bool = False) -> Sequence[Call]:
+    async def parse(text: str) -> Sequence[Call]:
         assert text
-        return calls[:1] if is_beginning else calls
+        return calls
 
     async def run() -> tuple[str, list[Call]]:
         answer = AnswerPieces(form, (1,), parse, tools=[TOOL], in_parts=True)
