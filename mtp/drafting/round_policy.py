@@ -48,7 +48,7 @@ class DraftDemand:
     acceptance: Acceptance | None = None
     """How often its drafts are accepted, or None if it drafts `most` in every round."""
     initial: int = 0
-    """K until enough is known to choose."""
+    """K of the first answer of a policy, until enough is known to choose."""
     policy: "RoundPolicy | None" = None
     """A policy of its own, which chooses as long as the answer shares no round. It has the probed
     costs, and no other answer changes it: for verifies that may decide near ties otherwise than

@@ -61,7 +61,7 @@ class Batch:
         """Seconds that were spent on rounds since the last one was read."""
         self._running = 1
         """Requests in progress, of this batch and others."""
-        self._tokens = self._last_tokens()
+        self._tokens = _last_tokens(self.requests)
         self._drafted_last = False
         """Whether the head drafted for the last round."""
         self._is_changed = True
@@ -109,7 +109,7 @@ class Batch:
                 request.sampler.commit(flight.verdict.tokens[index, : kept_rows[-1]])
         if not flight.may_be_followed:
             self._commit(flight, kept_rows)
-            self._tokens = self._last_tokens()
+            self._tokens = _last_tokens(self.requests)
         self._learn(flight, outcomes, self._seconds + self._clock() - began_at)
         self._seconds, self._is_changed = 0.0, False
         return outcomes
@@ -143,11 +143,12 @@ class Batch:
         else:
             self.drafter = self._new_drafter([*([None] * len(order)), *drafts])
         self.caches.change(order, [(state.caches, state.rows) for state in joins.values()])
-        self.requests = (*(self.requests[index] for index in order), *joins)
-        if not any(request.k and request.drafts.parked_at is None for request in self.requests):
+        members = (*(self.requests[index] for index in order), *joins)
+        if not any(request.k and request.drafts.parked_at is None for request in members):
             self.drafter = None
-        self._tokens = self._last_tokens()
+        self._tokens = _last_tokens(members)
         mx.eval(self.arrays())
+        self.requests = members  # only now: until then who leaves is lost with the others
         self._seconds, self._is_changed = 0.0, True
 
     def extract(self, request: Request) -> State:
@@ -191,9 +192,6 @@ class Batch:
         if self._draft_model is None or not any(states):
             return None
         return Drafter(self._draft_model, states)
-
-    def _last_tokens(self) -> mx.array:
-        return as_row([request.token for request in self.requests])
 
     def _plan(self) -> RoundPlan | None:
         """The drafts of the next round, or None if one in flight must be read first."""
@@ -303,3 +301,7 @@ class Batch:
         if self.drafter is None or flight.hidden is None or not all(kept_rows):
             return
         self.drafter.observe(flight.hidden, flight.verdict.tokens, kept_rows, self._patience())
+
+
+def _last_tokens(requests: Sequence[Request]) -> mx.array:
+    return as_row([request.token for request in requests])

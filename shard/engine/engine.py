@@ -214,15 +214,16 @@ class Engine:
             if request not in self._requests:
                 continue
             if isinstance(step, Round):
-                self._grow(request, len(step.tokens))
+                self._make_room(request, len(step.tokens))
             if step is not None:
                 self._deliver_step(request, step)
             if fault is not None or reason is not None:
                 self._end(request, fault if fault is not None else reason)
 
-    def _grow(self, request: Request, rows: int) -> None:
-        """Every MAKE_ROOM_EVERY tokens, makes the prefix cache give way to an answer."""
-        after, before = request.emitted_tokens, request.emitted_tokens - rows
+    def _make_room(self, request: Request, tokens: int) -> None:
+        """Makes the prefix cache give way to an answer, at its first of `tokens` new ones and every
+        MAKE_ROOM_EVERY."""
+        after, before = request.emitted_tokens, request.emitted_tokens - tokens
         if after == 1 or after // MAKE_ROOM_EVERY > before // MAKE_ROOM_EVERY:
             self._call_guarded(request, self.executor.make_room)
 

@@ -100,7 +100,7 @@ class Fairness:
             request.turn = self._turn
 
     def is_due(self, idle: Sequence[Request]) -> bool:
-        """Whether a round is next. `idle`: decoding requests that have none under way."""
+        """Whether a round is next. `idle`: decoding requests that have none on other stages."""
         return self._owed_s > 0 or any(request.turn < self._prefill_turn for request in idle)
 
     def charge(self, seconds: float, *, for_prefill: bool) -> None:
@@ -126,8 +126,8 @@ class Scheduler:
     ) -> None:
         """`context_rows`: rows of all admitted requests; a single request is always admitted.
 
-        `chunk`: rows of one forward over prompts, padding included. `depth`: rounds in flight of a
-        batch of several requests, if one stage has the whole model.
+        `chunk`: rows of one forward over prompts, padding included. `depth`: rounds in flight while
+        several requests share them, if one stage has the whole model.
         """
         self._context_rows = context_rows
         self._chunk = chunk

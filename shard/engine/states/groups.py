@@ -49,9 +49,10 @@ class Groups(Generic[K, G]):
         self.groups: list[G] = []
 
     def of(self, requests: Sequence[K]) -> G:
-        """The group of exactly these requests, none of which has anything in flight.
+        """The group of exactly these requests.
 
-        If there is none yet, the group that has most of them changes its members.
+        If there is none yet, the group that has most of them changes its members; nothing of theirs
+        is in flight then.
         """
         members = set(requests)
         overlapping = [group for group in self.groups if not members.isdisjoint(group.requests)]
@@ -120,8 +121,9 @@ class StageGroup(Generic[K]):
     def change(self, leaves: Sequence[K], joins: dict[K, State]) -> None:
         order = order_of([i for i, r in enumerate(self.requests) if r not in leaves])
         self.caches.change(order, [(state.caches, state.rows) for state in joins.values()])
-        self.requests = (*(self.requests[index] for index in order), *joins)
         mx.eval(self.arrays())
+        # Only now: if that fails, who leaves is lost with the others.
+        self.requests = (*(self.requests[index] for index in order), *joins)
 
     def arrays(self) -> list[mx.array]:
         return cache_arrays(self.caches.caches)

@@ -17,7 +17,7 @@ class DraftState:
 
     The cache pairs the target's hidden state of row i with the token at i + 1. Rows that drafting
     itself wrote are dropped before others are appended, so all hidden states in it are the
-    target's. Between two steps at least one row is unread, from which the next draft starts.
+    target's. A draft starts from an unread row.
     """
 
     cache: RowCache | None = None
@@ -65,7 +65,8 @@ class DraftState:
     def arrays(self) -> list[mx.array]:
         """Every array that it holds."""
         caches = [] if self.cache is None else [self.cache]
-        return [*cache_arrays(caches), *(a for pair in self.unread for a in pair)]
+        last = [] if self.last is None else [self.last]
+        return [*cache_arrays(caches), *(a for pair in self.unread for a in pair), *last]
 
 
 @dataclass(slots=True, eq=False)

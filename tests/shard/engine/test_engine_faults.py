@@ -2,6 +2,7 @@
 
 # pyright: reportPrivateUsage=false
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from readers import Reader, alone, assert_as_alone, both_ways, engine, prompt
 from exo_node.mtp.targets import FamilyTarget
 from exo_node.mtp.types import FinishReason
 from exo_node.placement.errors import NumericError, StateLost
-from exo_node.shard.engine import prefill_forward
+from exo_node.shard.engine import batch, prefill_forward
 from exo_node.shard.engine import request as requests
 from exo_node.shard.engine.answers.events import Delta
 from exo_node.shard.engine.answers.text_engine import TextEngine
@@ -115,24 +116,31 @@ def test_tokens_that_are_lost_on_their_way_end_all_that_waited_for_them(
     assert_batches_go_on(served)
 
 
-@pytest.mark.parametrize("where", ["extract", "change"])
+@pytest.mark.parametrize(
+    ("of", "where"), [(CacheSet, "extract"), (CacheSet, "change"), (batch, "_last_tokens")]
+)
 def test_a_fault_as_a_batch_changes_costs_nothing_that_follows(
-    monkeypatch: pytest.MonkeyPatch, where: str
+    monkeypatch: pytest.MonkeyPatch, of: Any, where: str
 ) -> None:
     """While one of its members does not read, which is taken out of it, and another one joins."""
     monkeypatch.setattr(requests, "MAX_UNREAD_EVENTS", 4)
     served, faults = engine(), list[str]()
     readers = [Reader(request(prompt(i), 2, 40, ignore_eos=True)) for i in range(4)]
     readers[1].stalls, readers[3].begins = range(6, 60), 14
-    work = getattr(CacheSet, where)
+    work = getattr(of, where)
 
-    def failing(self: CacheSet, *rest: Any) -> Any:
-        if len(self.rows) > 2 and not faults:
+    def failing(subject: Any, *rest: Any) -> Any:
+        if isinstance(subject, CacheSet):
+            is_due = len(subject.rows) > 2
+        else:  # at the end of a change, as somebody leaves who goes on later
+            leaves = inspect.stack()[1].frame.f_locals.get("leaves", ())
+            is_due = any(each.phase == "decode" for each in leaves)
+        if is_due and not faults:
             faults.append(where)
             raise RuntimeError("[malloc] out of memory")
-        return work(self, *rest)
+        return work(subject, *rest)
 
-    monkeypatch.setattr(CacheSet, where, failing)
+    monkeypatch.setattr(of, where, failing)
     driven(served, readers)
     assert faults
     lost = [reader for reader in readers if reader.fault is not None]
