@@ -136,9 +136,18 @@ class Served:
         yield self._after_a_prefix(rows if self._rows else prompt(number, 520), how)
         model: Any = self.loaded.model.model
         split = rounds_of_two_stages(
-            model, {"hidden_size": 64}, 2, CHUNK, TOKENS, rows, self._dtype, top_logprobs=2
+            model,
+            {"hidden_size": 64},
+            2,
+            CHUNK,
+            TOKENS,
+            rows,
+            self._dtype,
+            top_logprobs=2,
+            turn_ends=self.loaded.codec.turn_ends,
         )
-        yield "two stages", scores(split), self.alone(rows, GREEDY, prefix_cache_bytes=0)
+        yield "two stages", scores(split), self.alone(rows, GREEDY)
+        yield "nothing cached", self.alone(rows, how, prefix_cache_bytes=0), plain
 
     def _after_a_prefix(self, rows: Sequence[int], how: Any) -> Compared:
         engine = self.engine()

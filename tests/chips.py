@@ -8,7 +8,7 @@ calls agree for a row if Metal's would, and never otherwise.
 
 Times are as published: before the M3 two rows of a dense product take 2.9 times as long as one.
 
-`on_chip` patches MLX in this process.
+`on_chip` patches MLX in this process; in a runner's process `chip_runner.py` does.
 """
 
 # pyright: reportAttributeAccessIssue=false

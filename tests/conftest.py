@@ -98,6 +98,7 @@ SLOW_FILES = {
         "processes/test_profiling",
         "processes/test_links",
         "processes/test_runner",
+        "processes/test_runner_on_chips",
         "processes/test_hostile_images",
         "processes/test_image_runners",
         "processes/test_embeddings",

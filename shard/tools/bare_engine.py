@@ -1,6 +1,6 @@
 """An engine over a model without text, for measurements and tests."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from ...mtp.drafting.lookup_drafts import PromptLookup
@@ -73,10 +73,11 @@ def bare_request(
     top_logprobs: int | None = None,
     name: str = "",
     alone: bool = False,
+    turn_ends: Collection[int] = (),
     **fields: Any,
 ) -> Request:
     """A request that drafts `k` tokens each round; without `sampler` greedily."""
-    ends = prefill_ends(prompt, chunk)
+    ends = prefill_ends(prompt, chunk, turn_ends)
     chooser = sampler or Sampler(Sampling(), 0, (), prompt)
     parameters = Parameters(
         name,

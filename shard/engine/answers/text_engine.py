@@ -100,7 +100,7 @@ class TextEngine:
         self.drafting = DraftControl(head, family, vocabulary, options, profile, policy)
         self._schedule = Schedule(
             options.prefill_chunk,
-            codec.turn_ends if options.prefix_cache_bytes else frozenset(),
+            codec.turn_ends,  # also if none is cached: the rows of forwards may decide bits
             stage.rope_positions.joins_images,
         )
         caches = stage.make_caches()
@@ -198,7 +198,8 @@ class TextEngine:
                 if isinstance(end, BaseException):
                     raise end
                 deliver(self._answer_end(answer, request, end))
-                self._answer_reads.add(parameters, answer.ids)
+                if self._options.prefix_cache_bytes:
+                    self._answer_reads.add(parameters, answer.ids)
             except BaseException as fault:  # the answer's reader gets it, SystemExit too
                 on_end(self._public_fault(parameters, as_exception(fault)))
             else:
