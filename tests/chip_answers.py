@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import mlx.core as mx
 from chips import M1, M3, M3_MAX, M5, Chip, as_on_a_cpu, quantised
@@ -144,7 +144,7 @@ class Served:
             rows,
             self._dtype,
             top_logprobs=2,
-            turn_ends=self.loaded.codec.turn_ends,
+            turn_ends=cast("Any", self.loaded.codec).turn_ends,
         )
         yield "two stages", scores(split), self.alone(rows, GREEDY)
         yield "nothing cached", self.alone(rows, how, prefix_cache_bytes=0), plain
