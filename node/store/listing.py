@@ -25,19 +25,19 @@ from ...shard.checkpoint.vision import ADD_ENCODERS, has_extra
 from .library import FileFacts, KnownModel, ModelLibrary
 
 
-def check(folder: Path) -> dict[str, Any]:
+def check(folder: Path, model_id: str) -> dict[str, Any]:
     """The facts of a checkpoint's files. Raises InvalidCheckpoint if it would not load."""
     checkpoint = read_checkpoint(folder)
     if not has_class(checkpoint.config):
         kind = checkpoint.config.get("model_type")
         raise InvalidCheckpoint(
-            f"{folder.name}: mlx-lm has no class for model_type {str(kind)[:80]!r}; choose another "
+            f"{model_id}: mlx-lm has no class for model_type {str(kind)[:80]!r}; choose another "
             "model, or a newer mlx-lm",
             param="config.json",
         )
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
         raise InvalidCheckpoint(
-            f"{folder.name} has no tokenizer.json or tokenizer.model; copy it from the original "
+            f"{model_id} has no tokenizer.json or tokenizer.model; copy it from the original "
             "repository",
             param="tokenizer.json",
         )
@@ -182,7 +182,7 @@ def describe(library: ModelLibrary, id: str, view: ClusterView) -> dict[str, Any
     variants = [variant.model_dump() for variant in model.card.variants]
     notes = list(library.file_facts(model).notes)
     more = {"folder": folder, "card": card, "variants": variants, "notes": notes}
-    files = {} if model.folder is None else {"files": check(model.folder)}
+    files = {} if model.folder is None else {"files": check(model.folder, id)}
     return {**_entry(library, model, view), **more, **files}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from api_stub import exo_node
 from hub import REPOSITORY, FakeHub, serve
-from models import make_checkpoint
+from models import DEMO, make_checkpoint
 
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
 
@@ -18,6 +18,7 @@ def hub(tmp_path: Path) -> Iterator[FakeHub]:
     folder = make_checkpoint(tmp_path / "source", "qwen3_5", hidden=256)
     hub = FakeHub({path.name: path.read_bytes() for path in folder.iterdir()})
     hub.files["README.md"] = b"# not needed"
+    hub.files["tokenizer.json"] = (DEMO / "tokenizer.json").read_bytes()
     with serve(hub):
         yield hub
 
