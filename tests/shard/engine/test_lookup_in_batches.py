@@ -151,7 +151,7 @@ def test_a_copy_ends_before_what_a_grammar_forbids(body: str, others: list[int])
         matcher = served.codec.grammars.compile(spec, Gate())
         return request([*rows, *prompt(1)], 0, TOKENS, grammar=matcher, prompt_lookup=lookup)
 
-    bound, free = Reader(structured(lookup=True)), [Reader(repeating(each)) for each in others]
+    bound, free = Reader(structured(lookup=True), 3), [Reader(repeating(each)) for each in others]
     together(served, [bound, *free])
     assert tuple(bound.ids) == answer(served, structured(lookup=False)).ids
     assert_plain(free)
