@@ -28,13 +28,13 @@ def context_bucket(position: int) -> int:
 
 
 def interpolated(seconds: Mapping[int, float]) -> list[float]:
-    """Seconds by number of drafts, from 0 to the largest of those that are given."""
-    given = sorted(seconds)
-    pairs = [(low, high) for low, high in pairwise(given) for _ in range(low, high)]
+    """Seconds by number of drafts, from 0 to the largest of those in `seconds`."""
+    depths = sorted(seconds)
+    pairs = [(low, high) for low, high in pairwise(depths) for _ in range(low, high)]
     return [
         seconds[low] + (seconds[high] - seconds[low]) * (k - low) / (high - low)
         for k, (low, high) in enumerate(pairs)
-    ] + [seconds[given[-1]]]
+    ] + [seconds[depths[-1]]]
 
 
 class Form(NamedTuple):

@@ -254,10 +254,10 @@ class RoundPolicy:
         wake = self.costs.row_seconds * unread
         rates = self._rates(offers, position, ceiling, floor, wake / WAKE_ROUNDS)
         measured = [n for n in rates if self.costs.is_measured(Form.of(size, position, n, n))]
-        if k not in (known := rates if size == 1 else measured):
+        if k not in (choices := rates if size == 1 else measured):
             return k
         if size > 1 or first.is_known:
-            best = max(known, key=rates.__getitem__)
+            best = max(choices, key=rates.__getitem__)
             if rates[best] > HYSTERESIS * rates[k]:
                 k = search.k = best
         near = [n for n in (k + 1, k - 1) if floor <= n <= ceiling]

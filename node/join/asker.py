@@ -24,7 +24,7 @@ from ..machine.log import terminal
 from ..machine.tasks import Loops, cancel
 from .calls import CallState, JoinApplication
 from .handshake import PeerIdentity, new_code, spaced, transcript
-from .requests import Attempts
+from .requests import GuessLimit
 from .state import JoinState, prove_digits, refusals_sent
 from .wire import JoinConnection, Refusal, connect, hello, key_of, party_of
 
@@ -44,7 +44,7 @@ class Asker:
         self._code = new_code(secrets.randbelow)
         self.failure = ""
         """Why the previous digits did not let this node in."""
-        self._attempts = Attempts()
+        self._guess_limit = GuessLimit()
         self.calls = CallState(state.timing, closed=state.keys.folder.left_clusters())
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -131,7 +131,7 @@ class Asker:
         self._show_digits(application)
         async with line.keep_alive():
             _ = await line.receive("begin", person=True)
-        if wait := self._attempts.wait_s(line.address, time.monotonic()):
+        if wait := self._guess_limit.wait_s(line.address, time.monotonic()):
             text = f"{own.name} was tried with digits too often; try again in {wait:.0f} s"
             raise Refusal("too_many", text)
         with self._state.exclusive("is being let in elsewhere"):

@@ -66,7 +66,7 @@ class Bucket:
         return min(float(self._burst), self._tokens + passed_s / self._refill_s)
 
 
-class Attempts:
+class GuessLimit:
     """Limits how often others may guess this node's digits: each guess is one in a million."""
 
     def __init__(self) -> None:

@@ -111,7 +111,7 @@ class PipelineExecutor:
             model, DTYPES[options.dtype], lambda request: request.is_decoding
         )
         self.batch_identity = "off"
-        """As all stages say with shared rounds; "off" before the first."""
+        """The stages' own, reported with shared rounds; "off" before the first."""
         self.step_times = self.rounds.step_times
         self._states = self.rounds.groups.single
         self._borders: dict[Request, Borders] = {}

@@ -73,7 +73,7 @@ class ResponseMemory:
             costs[most] -= self._drop(oldest)
 
     def conversation(self, id: str, owner: str) -> tuple[bytes, ...]:
-        """What a response that continues this one begins with, packed.
+        """The packed items with which a response that continues this one begins.
 
         Raises PreviousResponseNotFound.
         """

@@ -45,7 +45,7 @@ class ParsedResponse:
     exchange: Exchange
     renderer: ResponseRenderer
     conversation: tuple[bytes, ...]
-    """What it continues and its input, packed, or () if it is not kept."""
+    """The packed items that it continues, and its input; () if it is not kept."""
 
 
 def parsed_response(

@@ -32,7 +32,7 @@ from exo_node.node.join.requests import (
     MAX_PENDING,
     REFILL_OF_ONE_S,
     REFILL_S,
-    Attempts,
+    GuessLimit,
     PendingRequest,
     PendingRequests,
     largest_crowd,
@@ -384,7 +384,7 @@ def test_a_crowd_has_the_entries_of_the_addresses_with_the_most() -> None:
 
 
 def test_attempts_come_back_one_by_one_and_one_address_has_not_all_of_them() -> None:
-    attempts, now = Attempts(), 1000.0
+    attempts, now = GuessLimit(), 1000.0
     began = [attempts.wait_s("10.0.0.66", now) for _ in range(BURST)]
     assert began.count(0.0) == BURST_OF_ONE
     assert began[-1] == pytest.approx(REFILL_OF_ONE_S)
@@ -396,6 +396,6 @@ def test_attempts_come_back_one_by_one_and_one_address_has_not_all_of_them() -> 
 
 
 def test_attempts_in_an_hour_are_bounded_whatever_is_tried() -> None:
-    attempts = Attempts()
+    attempts = GuessLimit()
     began = sum(attempts.wait_s(f"10.0.{n % 9}.{n % 250}", n * 0.1) == 0.0 for n in range(36_000))
     assert began <= BURST + 3600 / REFILL_S + 1
