@@ -17,6 +17,7 @@ from .pieces import Pieces, by_layers
 from .probe import PROMPT_ROWS, Identity, Subject, equal_arrays, lengthen, live_arrays, probe_ids
 from .seams import as_row
 from .targets import FamilyTarget
+from .types import MAX_ROUND_ROWS
 
 SIZES: Final = (3, 16)
 """Requests in a probed batch: few, and as many as run at once."""
@@ -28,7 +29,8 @@ def batch_identity(
     subject: Subject, k: int, sizes: Sequence[int] = SIZES, *, shares_prompts: bool = False
 ) -> Pieces[Identity]:
     """Compares a batch with the same requests alone: a verify of K + 1 rows, of which each request
-    keeps another number, and a plain step after it. Logits and caches must be equal.
+    keeps another number, and a plain step after it. Logits and caches must be equal. A round has
+    MAX_ROUND_ROWS rows at most.
 
     One of the requests has the longest context of `probe.CONTEXTS` that fits, others have few rows.
     `sizes`: requests of the batches, ascending. `shares_prompts`: whether prefill in batches is
@@ -82,12 +84,13 @@ def _same_prompts(target: FamilyTarget, subject: Subject) -> Pieces[bool]:
 def _same(subject: Subject, prompts: Sequence[list[Any]], k: int, size: int) -> Pieces[bool]:
     """Compares `size` requests in a batch and alone. `prompts`: caches, which are not changed."""
     target, vocabulary = subject.target, subject.vocabulary
+    k = min(k, MAX_ROUND_ROWS // size - 1)
     alone = [copy.deepcopy(prompts[i % len(prompts)]) for i in range(size)]
     rows = [_rows_of(caches, PROMPTS[i % len(PROMPTS)]) for i, caches in enumerate(alone)]
     positions = Positions(rows)
     together = left_aligned(copy.deepcopy(alone), positions)
     ids = [probe_ids(vocabulary, 40 * i, 40 * i + k + 2) for i in range(size)]
-    kept_rows = [1 + i % (k + 1) for i in range(size)]
+    kept_rows = [1 + i * max(1, k // 2) % (k + 1) for i in range(size)]
     # Requests of equal length use the same kernels: a few of a large batch suffice.
     compared = {0, 1, 2, size // 2, size - 1}
     same = mx.array(True)

@@ -70,28 +70,27 @@ class Subject:
         return fit or [PROMPT_ROWS]
 
 
-def greedy_identity(subject: Subject, k: int) -> Pieces[Identity]:
-    """Compares blocks of 2 to K + 1 rows, and the row after each one's rollback, with single steps.
+def exact_depth(subject: Subject, k: int) -> Pieces[int]:
+    """The most drafts, up to `k`, of which every number of rows computes what single steps do.
 
-    Every width is compared, since requests and an answer's last rounds may draft fewer tokens;
-    after the longer contexts only the narrowest and the widest. The ids are arbitrary: kernels do
-    not depend on them. All CONTEXTS that fit into the context length must be bitwise equal.
+    Blocks of 2 to K + 1 rows, and the row after each one's rollback, are compared with single
+    steps, since requests and an answer's last rounds may draft fewer tokens. The ids are arbitrary:
+    kernels do not depend on them. All CONTEXTS that fit into the context length must be bitwise
+    equal.
     """
     yield
     prompt = subject.read()  # once: on a slow machine that is most of the time
-    every = range(2, k + 2)
+    depth = k
     for rows in subject.contexts(k):
-        # After a long context only attention differs, and forwards take longer.
-        widths = every if rows == PROMPT_ROWS else sorted({*every[:1], *every[-1:]})
-        if (yield from _same_behind(rows, subject, prompt, widths)) != set(widths):
-            return "near_tie"
-    return "bitwise"
+        same = yield from _same_behind(rows, subject, prompt, range(2, depth + 2))
+        depth = next((fewer for fewer in range(depth) if fewer + 2 not in same), depth)
+    return depth
 
 
 def exact_widths(subject: Subject, widths: Sequence[int]) -> Pieces[list[int]]:
     """The numbers of rows, of `widths`, whose blocks compute what single steps do.
 
-    As `greedy_identity`, but each width is measured after all CONTEXTS.
+    As `exact_depth`, but each width by itself.
     """
     yield
     prompt, exact = subject.read(), sorted(widths)

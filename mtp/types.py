@@ -8,6 +8,8 @@ DrafterKind = Literal["native_mtp", "prompt_lookup", "none"]
 DraftPolicy = Literal["none", "fixed", "adaptive"]
 FinishReason = Literal["stop", "length"]
 TRACE_LENGTH = 64
+MAX_ROUND_ROWS = 64
+"""Rows of a round that requests share, or that copies: beyond, products use other algorithms."""
 COLDEST = 1e-5
 """Lower temperatures are greedy: in float32 every other token's probability would be 0."""
 

@@ -13,6 +13,7 @@ from itertools import accumulate
 from math import inf
 from typing import Final, NamedTuple
 
+from ..types import MAX_ROUND_ROWS
 from .acceptance import Acceptance
 from .costs import ENOUGH, CostTable, Form, size_bucket
 
@@ -30,8 +31,6 @@ PLAIN_TRIAL_ROUNDS: Final = 8
 """Rounds of a trial of K = 0: the first is not evaluated ahead, and the median counts."""
 WAKE_ROUNDS: Final = 64
 """Rounds of drafting over which the head's reading before them is amortised."""
-MAX_ROUND_ROWS: Final = 64
-"""Rows of a round that copies, of all requests: beyond, products use other algorithms."""
 MAX_SHARED_LENGTH: Final = 15
 """Copied tokens of a round that is shared: a kernel that keeps states has one after each of 16
 rows, from which requests may keep different numbers of rows."""
@@ -56,6 +55,8 @@ class DraftDemand:
     answers may."""
     rounds: int = 0
     """Rounds that the answer shared with no other."""
+    limit_reason: str = ""
+    """Why `most` is less than what the model may draft, if it is."""
 
     @property
     def is_known(self) -> bool:
@@ -127,6 +128,8 @@ class RoundPolicy:
         self.lengths: Sequence[int] = ()
         """Tokens that a request may copy in rounds that it shares with no other."""
         self.shared_lengths: Sequence[int] = ()
+        self.shared_depth = MAX_ROUND_ROWS
+        """Drafts of the head at most in rounds that requests share."""
         self._exact_head = 0
         self._removal: Mapping[int, float] = {}
         """Seconds to remove rejected rows of a copy, by its length, in plain rounds."""
@@ -156,6 +159,10 @@ class RoundPolicy:
             for bucket in range(2, size_bucket(MAX_ROUND_ROWS)):
                 size = min(sizes, key=lambda n: (abs(size_bucket(n) - bucket), -n))
                 self.costs.copy_ratios[bucket, length] = ratios[size, length]
+
+    def most_drafts(self, size: int) -> int:
+        """Drafts of the head at most in a round of `size` requests."""
+        return MAX_ROUND_ROWS if size == 1 else min(self.shared_depth, MAX_ROUND_ROWS // size - 1)
 
     def choose(
         self, offers: Sequence[Offer], position: int = 0, *, unread: int = 0, running: int = 0

@@ -192,7 +192,9 @@ class LocalExecutor:
 
     def depth_reason(self, request: Request) -> str:
         """Why the request's last round drafted as many tokens as it did, for a person."""
-        return self.policy.reason(request.drafts.demand, request.drafts.choice)
+        demand = request.drafts.demand
+        reason = self.policy.reason(demand, request.drafts.choice)
+        return "; ".join(filter(None, (reason, demand.limit_reason)))
 
     @property
     def bytes(self) -> int:

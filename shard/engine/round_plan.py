@@ -84,8 +84,9 @@ def plan_round(
         lookups = [r.drafts.lookup for r in requests if r.drafts.lookup is not None]
         _ = any(lookup.read() for lookup in lookups)  # a part of one prompt between two rounds
         copies = [_copy(request, in_flight=in_flight) for request in requests]
+    most = policy.most_drafts(len(requests)) if drafts else 0
     offers = [
-        Offer(request.drafts.demand, request.draft_limit if drafts else 0, reached)
+        Offer(request.drafts.demand, min(request.draft_limit, most), reached)
         for request, (_, reached) in zip(requests, copies, strict=True)
     ]
     first = requests[0]

@@ -24,9 +24,8 @@ from exo_node.mtp.pieces import result_of
 from exo_node.mtp.probe import (
     LONGEST_PROBED,
     PROMPT_ROWS,
-    Identity,
     Subject,
-    greedy_identity,
+    exact_depth,
 )
 from exo_node.mtp.seams import ForwardOutput, Want
 from exo_node.mtp.targets import FamilyTarget, WholeTarget
@@ -69,8 +68,8 @@ def subject_of(
     return Subject(ChangedTarget(model, change), make_caches, VOCABULARY, context, lambda: 0.0)
 
 
-def probe(model: qwen3_5.Model, k: int, change: Change | None = None) -> Identity:
-    return result_of(greedy_identity(subject_of(model, change), k))
+def probe(model: qwen3_5.Model, k: int, change: Change | None = None) -> int:
+    return result_of(exact_depth(subject_of(model, change), k))
 
 
 @pytest.mark.parametrize(
@@ -80,34 +79,35 @@ def probe(model: qwen3_5.Model, k: int, change: Change | None = None) -> Identit
         ({"dtype": "float32"}, 2),
         *((kind, 3) for kind in ({"dtype": "bfloat16"}, {"dtype": "bfloat16", "bits": 4})),
         ({"moe": True}, 3),
+        ({"dtype": "float32"}, 7),
     ],
     ids=str,
 )
 def test_the_cpu_is_bitwise(model_kind: dict[str, Any], k: int) -> None:
-    assert probe(taped_qwen(**model_kind), k) == "bitwise"
+    assert probe(taped_qwen(**model_kind), k) == k
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("only", ["", "v_proj", "in_proj_qkv", "lm_head", "layers.0.mlp"])
-def test_numbers_that_depend_on_the_row_count_are_near_tie(k: int, only: str) -> None:
+def test_numbers_that_depend_on_the_row_count_are_exact_at_no_depth(k: int, only: str) -> None:
     model = taped_qwen()
     assert perturb(model, by_rows, only=only)
-    assert probe(model, k) == "near_tie"
+    assert probe(model, k) == 0
 
 
 @pytest.mark.parametrize(
-    ("behind", "context_length", "identity"),
+    ("behind", "context_length", "depth"),
     [
-        (1000, 8192, "near_tie"),
-        (4000, 8192, "near_tie"),
-        (5000, 8192, "bitwise"),
-        (4000, 4096, "bitwise"),
-        (1000, 1024, "bitwise"),
-        (20, 64, "near_tie"),
+        (1000, 8192, 0),
+        (4000, 8192, 0),
+        (5000, 8192, 2),
+        (4000, 4096, 2),
+        (1000, 1024, 2),
+        (20, 64, 0),
     ],
 )
 def test_long_contexts_are_measured_as_far_as_the_placement_has_them(
-    behind: int, context_length: int, identity: Identity
+    behind: int, context_length: int, depth: int
 ) -> None:
     """Attention on GPUs changes its kernels with the length of the context."""
 
@@ -119,10 +119,10 @@ def test_long_contexts_are_measured_as_far_as_the_placement_has_them(
         return ForwardOutput(block.logits * 1.01, block.hidden)
 
     subject = subject_of(taped_qwen(), change, context_length)
-    assert result_of(greedy_identity(subject, 2)) == identity
+    assert result_of(exact_depth(subject, 2)) == depth
 
 
-def test_a_kernel_that_is_chosen_by_the_size_of_a_buffer_is_near_tie() -> None:
+def test_a_kernel_that_is_chosen_by_the_size_of_a_buffer_is_noticed() -> None:
     """MLX on CUDA takes cuDNN where the keys lie in a buffer of a multiple of 256 rows."""
 
     def change(block: ForwardOutput, tokens: mx.array, caches: Sequence[Any]) -> ForwardOutput:
@@ -132,21 +132,31 @@ def test_a_kernel_that_is_chosen_by_the_size_of_a_buffer_is_near_tie() -> None:
             return ForwardOutput(block.logits * 1.01, block.hidden)
         return block
 
-    assert probe(taped_qwen(), 2, change) == "near_tie"
+    assert probe(taped_qwen(), 2, change) == 0
 
 
-@pytest.mark.parametrize("width", [2, 3, 4])
-def test_every_width_up_to_the_largest_is_measured(width: int) -> None:
+@pytest.mark.parametrize("width", [2, 3, 4, 6])
+def test_the_depth_ends_before_the_first_number_of_rows_that_differs(width: int) -> None:
     """One kernel for two rows and another for four would pass a probe of four rows alone."""
     model = taped_qwen()
     _ = perturb(model, at_rows([width]))
-    assert probe(model, 3) == "near_tie"
-    assert probe(model, width - 2) == "bitwise"
+    assert probe(model, 5) == width - 2
+    assert probe(model, width - 2) == width - 2
+
+
+@pytest.mark.parametrize("width", [2, 4, 5])
+def test_every_number_of_rows_is_measured_after_a_long_context(width: int) -> None:
+    def change(block: ForwardOutput, tokens: mx.array, caches: Sequence[Any]) -> ForwardOutput:
+        is_long = any(isinstance(c, KVCache) and c.offset > 4000 for c in caches)
+        scale = 1.01 if is_long and tokens.size == width else 1.0
+        return block._replace(logits=block.logits * scale)
+
+    assert probe(taped_qwen(), 5, change) == width - 2
 
 
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("kind", [KVCache, TapedCache])
-def test_a_block_that_only_writes_other_rows_into_a_cache_is_near_tie(kind: type, k: int) -> None:
+def test_a_block_that_only_writes_other_rows_into_a_cache_is_noticed(kind: type, k: int) -> None:
 
     def change(block: ForwardOutput, tokens: mx.array, caches: Sequence[Any]) -> ForwardOutput:
         if 1 < tokens.shape[0] < PROMPT_ROWS:
@@ -155,7 +165,7 @@ def test_a_block_that_only_writes_other_rows_into_a_cache_is_near_tie(kind: type
                     nudge(cache)
         return block
 
-    assert probe(taped_qwen(), k, change) == "near_tie"
+    assert probe(taped_qwen(), k, change) == 0
 
 
 def nudge(cache: KVCache | TapedCache) -> None:

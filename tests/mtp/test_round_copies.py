@@ -9,12 +9,8 @@ from exo_node.mtp.drafting.acceptance import FIRST_CHANCES, Acceptance, CopyEvid
 from exo_node.mtp.drafting.costs import ENOUGH, CostTable, Form
 from exo_node.mtp.drafting.lookup import Resumed
 from exo_node.mtp.drafting.lookup_drafts import PromptLookup
-from exo_node.mtp.drafting.round_policy import (
-    MAX_ROUND_ROWS,
-    DraftDemand,
-    Offer,
-    RoundPolicy,
-)
+from exo_node.mtp.drafting.round_policy import DraftDemand, Offer, RoundPolicy
+from exo_node.mtp.types import MAX_ROUND_ROWS
 
 SURE = [0.97**n for n in range(1, 16)]
 POOR = [0.3**n for n in range(1, 16)]

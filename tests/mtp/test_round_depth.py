@@ -353,6 +353,13 @@ def test_a_request_with_a_k_of_its_own_gets_it() -> None:
     assert ks.count(0) > 0.9 * len(ks)
 
 
+def test_rounds_that_requests_share_have_a_limited_number_of_rows() -> None:
+    policy = RoundPolicy()
+    assert [policy.most_drafts(size) for size in (2, 8, 9, 16)] == [31, 7, 6, 3]
+    policy.shared_depth = 4
+    assert [policy.most_drafts(size) for size in (2, 8, 9, 16)] == [4, 4, 4, 3]
+
+
 def test_a_head_that_must_read_many_rows_first_is_woken_only_where_that_pays() -> None:
     policy, offers = RoundPolicy(), several(4, SURE, 1)
     assert played(policy, offers, lambda k: 1 + 2 * k, 40)[-1] == 0

@@ -43,10 +43,12 @@ def run_bench(request: BenchRequest, spec: pb.StageSpec) -> Results:
     chosen, ids, skipped = _encode_prompts(request, spec, engine, prompts)
     for name in skipped:
         note(f"skipped {name}")
-    max_k = spec.max_draft_tokens if loaded.head is not None else 0
+    max_k = engine.drafting.depth
     no_drafts = "" if max_k else loaded.head_state
     if no_drafts:
         note(f"sweeping no K above 0: {no_drafts}")
+    if engine.drafting.limit_reason:
+        note(engine.drafting.limit_reason)
     costs = measure_steps(engine, ids, max_k) if max_k else None
     if request.lookup and engine.lookup.off_reason:
         note(f"no arms with prompt lookup: {engine.lookup.off_reason}")

@@ -43,11 +43,12 @@ def open_model(spec: pb.StageSpec) -> tuple[Loaded, TextEngine]:
 
 
 def make_arms(request: BenchRequest, max_k: int, *, copies: bool) -> tuple[Arm, ...]:
-    """The arms of a request; `max_k` 0: the head drafts nothing. `copies`: whether lookup may."""
+    """The arms of a request. `max_k`: drafts at most, 0 if the head drafts nothing. `copies`:
+    whether lookup may."""
     arms = [Arm(MLX_LM, "mlx-lm", 0)] if request.against_mlx_lm else []
     arms.append(Arm(OFF, "off", 0))
     if max_k:
-        arms += [Arm(f"K={k}", "fixed", k) for k in request.depths]
+        arms += [Arm(f"K={k}", "fixed", k) for k in request.depths if k <= max_k]
         if request.adaptive:
             arms.append(Arm(ADAPTIVE, "adaptive", max_k))
     if request.lookup and copies:

@@ -64,8 +64,26 @@ class MeasuredIdentity(_Strict):
     value: Identity
     k: int = Field(ge=0, le=8)
     context_length: int = Field(ge=1)
+    limit: int | None = Field(default=None, ge=1, le=8)
+    """The most drafts that are exact, if fewer than `k` are; None if all are, or none."""
     part: str = Field(default="", max_length=300)
     """See `probing.part_of`."""
+
+    @classmethod
+    def of(cls, depth: int | None, k: int, context: int, part: str = "") -> Self:
+        """`depth`: the most drafts that are exact; None if none are."""
+        value: Identity = "near_tie" if depth is None else "bitwise"
+        limit = None if depth == k else depth
+        return cls(value=value, k=k, context_length=context, limit=limit, part=part)
+
+    def is_of(self, k: int, context: int) -> bool:
+        """Whether it was measured for up to `k` drafts and this context length."""
+        return (self.k, self.context_length) == (k, context)
+
+    @property
+    def depth(self) -> int:
+        """The most drafts of a round: all where none are exact."""
+        return self.limit or self.k
 
 
 class MeasuredCopies(_Strict):

@@ -41,6 +41,10 @@ class DraftControl:
         drafted = options.draft_vocabulary
         self._vocabulary = drafted if drafted < vocabulary else 0
         self.max_k = options.max_draft_tokens if head is not None else 0
+        self.depth = self.max_k
+        """The most drafts of a round: `max_k`, unless fewer are exact here."""
+        self.limit_reason = ""
+        """Why `depth` is below `max_k`."""
         self.off_reason = ""
         """Why the draft head is loaded but not used, at all or yet; empty if it is used."""
         self.is_near_tie = False
@@ -55,6 +59,16 @@ class DraftControl:
         """Why no request that begins now drafts; empty if some may."""
         lacks_costs = self.is_near_tie and len(self._profile.costs.probed) <= self.max_k
         return self.off_reason or self.parked_reason or (NOT_MEASURED if lacks_costs else "")
+
+    def limit(self, depth: int, part: str) -> None:
+        """Grants at most `depth` drafts. `part`: see `probing.part_of`."""
+        self.depth = depth
+        if depth < self.max_k:
+            self.limit_reason = (
+                f"at most {depth} of the model's {self.max_k} drafts a round, since a verify of "
+                f"{depth + 2} rows does not compute what single steps do on this machine{part}"
+            )
+            log.info("%s", self.limit_reason)
 
     def park(self, position: int | None) -> None:
         """Grants no more drafts if an answer stopped drafting at `position`."""
@@ -75,12 +89,18 @@ class DraftControl:
         return k > 0 and not self.refusal
 
     def grant(self, request: Parameters) -> Parameters:
-        """The request, without drafts if there is a `refusal`. Raises InvalidRequest."""
+        """The request with at most `depth` drafts, or without any if there is a `refusal`.
+
+        Raises InvalidRequest.
+        """
         self.check(request.k)
-        if not request.k or self.grants(request.k):
+        if request.k and not self.grants(request.k):
+            changes = {"num_draft_tokens": 0, "adaptive_draft": False}
+            drafting = changed(request.drafting, **changes, drafting_reason=self.refusal)
+        elif request.k > self.depth:
+            drafting = changed(request.drafting, num_draft_tokens=self.depth)
+        else:
             return request
-        changes = {"num_draft_tokens": 0, "adaptive_draft": False}
-        drafting = changed(request.drafting, **changes, drafting_reason=self.refusal)
         return replace(request, drafting=drafting)
 
     def near_tie_drafts(self, request: Parameters) -> int:
@@ -90,8 +110,10 @@ class DraftControl:
     def demand(self, request: Parameters) -> DraftDemand:
         """The drafts of the head that a request asks for."""
         drafting, k = request.drafting, request.k
+        limit_reason = self.limit_reason if k == self.depth else ""
         if not drafting.adaptive_draft or k == 0:
-            return DraftDemand(k, drafting.initial_draft_source or "as requested")
+            source = drafting.initial_draft_source or "as requested"
+            return DraftDemand(k, source, limit_reason=limit_reason)
         costs, own = self._profile.costs, None
         if self.is_near_tie:
             own = RoundPolicy(CostTable(costs.probed), follows_clock=False)
@@ -99,15 +121,16 @@ class DraftControl:
             k,
             drafting.initial_draft_source or "the most that the request allows",
             Acceptance(k, self._profile.prior, is_own=self.is_near_tie),
-            drafting.initial_draft_tokens or k,
+            min(drafting.initial_draft_tokens or k, k),
             own,
+            limit_reason=limit_reason,
         )
 
     @property
     def speedup(self) -> float:
         """See `RoundPolicy`: of all answers so far."""
-        acceptance = Acceptance(self.max_k, self._profile.prior)
-        return self._policy.speedup(DraftDemand(self.max_k, acceptance=acceptance))
+        acceptance = Acceptance(self.depth, self._profile.prior)
+        return self._policy.speedup(DraftDemand(self.depth, acceptance=acceptance))
 
     def model(self) -> DraftModel | None:
         """The head with the parts that it shares with the target; None without a head."""

@@ -112,16 +112,16 @@ class ModelMeasurements:
         self.begin().finish()
 
     def _pieces(self) -> Pieces[None]:
-        k = self._drafting.max_k
         guard = Attempts(self.profile.path).guard
         parts = [
-            guard("drafts", self._measure_drafts(k), self._refuse_head),
-            guard("batches", self._measure_batches(k), self._refuse_batches),
+            guard("drafts", self._measure_drafts(), self._refuse_head),
+            guard("batches", self._measure_batches(), self._refuse_batches),
         ]
         if isinstance(self._forms, RoundForms) and self._forms.counts_on_device:
             parts.reverse()  # drafts would need a batch's caches
         for part in parts:
             yield from part
+        k = self._drafting.depth
         copies = self._lookup.probe(self.subject, self.profile)
         yield from guard("copies", copies, self._lookup.refuse)
         yield from guard("costs", self._measure_costs(k), self._refuse_head)
@@ -137,14 +137,14 @@ class ModelMeasurements:
         """Seconds of verifies and of up to `k` drafts after `prompt`; see `mtp.probe`."""
         return result_of(measure_costs(self.subject, prompt, range(1, k + 1), repeats))
 
-    def _measure_drafts(self, k: int) -> Pieces[None]:
-        if not k:
+    def _measure_drafts(self) -> Pieces[None]:
+        if not (k := self._drafting.max_k):
             return
         reason = ""
         try:
-            self.identity = yield from repeated(
-                lambda: probe_identity(self.subject, k, self.profile)
-            )
+            measured = yield from repeated(lambda: probe_identity(self.subject, k, self.profile))
+            self.identity = measured.value
+            self._drafting.limit(measured.depth, measured.part)
         except MODEL_FAULTS as fault:  # only the probe's own state is lost
             reason = f"drafts cannot be measured here ({headline(fault)})"
             log.warning("%s: nothing is drafted", reason)
@@ -169,8 +169,9 @@ class ModelMeasurements:
     def _measure_shared_copies(self, k: int) -> Pieces[None]:
         if not self.batching_reason:
             is_exact = self.identity == self.batch_identity == "bitwise"
+            head = min(k, self._lookup.policy.shared_depth) if is_exact else 0
             yield from self._lookup.probe_shared(
-                self.subject, self.batch_identity, k if is_exact else 0, self.profile
+                self.subject, self.batch_identity, head, self.profile
             )
         self.profile.save(at_once=True)
 
@@ -185,18 +186,21 @@ class ModelMeasurements:
             log.warning("%s: nothing is drafted", self._drafting.off_reason)
         self.profile.save(at_once=True)
 
-    def _measure_batches(self, k: int) -> Pieces[None]:
+    def _measure_batches(self) -> Pieces[None]:
         if self.batching_reason != NOT_MEASURED:
             return
         reason = ""
         try:
             match self._forms:
                 case RoundForms():
-                    self.batch_identity = yield from repeated(
+                    k, shares = self._drafting.depth, self._shares_prompts
+                    measured = yield from repeated(
                         lambda: probe_batch_identity(
-                            self.subject, k, self.profile, shares_prompts=self._shares_prompts
+                            self.subject, k, self.profile, shares_prompts=shares
                         )
                     )
+                    self.batch_identity = measured.value
+                    self._lookup.policy.shared_depth = measured.depth
                 case StageRounds() as rounds:
                     context = self._options.context_length
                     yield from rounds.probe(0, self.subject.vocabulary, context)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from ....mtp.batch_probe import SIZES, batch_identity
 from ....mtp.caches.batch_caches import can_batch
 from ....mtp.drafting.costs import interpolated
-from ....mtp.drafting.round_policy import MAX_ROUND_ROWS, MAX_SHARED_LENGTH
+from ....mtp.drafting.round_policy import MAX_SHARED_LENGTH
 from ....mtp.lookup_probe import measure_batch, measure_copies
 from ....mtp.part_probe import differing_part
 from ....mtp.pieces import Pieces
@@ -13,16 +13,19 @@ from ....mtp.probe import (
     LONGEST_PROBED,
     PROMPT_ROWS,
     Subject,
+    exact_depth,
     exact_widths,
-    greedy_identity,
     measure_costs,
 )
+from ....mtp.types import MAX_ROUND_ROWS
 from ...kernels.row_products import name_of
 from ..options import EngineOptions
 from .draft_profile import DraftProfile, MeasuredCopies, MeasuredIdentity, MeasuredSharedCopies
 
 REPEATS = 3
 """Measurements of each cost; their median counts."""
+SHARED_DEPTHS = (3, 1)
+"""Drafts that are tried in shared rounds where the most are not exact."""
 
 
 def sizes_of(length: int, most: int) -> tuple[int, ...]:
@@ -44,19 +47,18 @@ def batching_refusal(options: EngineOptions, caches: Sequence[object]) -> str:
     return ""
 
 
-def probe_identity(subject: Subject, k: int, profile: DraftProfile) -> Pieces[str]:
-    """`greedy_identity` for up to `k` drafts, measured once for each profile.
+def probe_identity(subject: Subject, k: int, profile: DraftProfile) -> Pieces[MeasuredIdentity]:
+    """How many of `k` drafts are exact, measured once for each profile.
 
     If the profile has it, there are no pieces. A profile's key names all that decides the result:
     device, checkpoint, dtype, versions, kernels.
     """
-    measured, context = profile.identity, min(subject.context_length, LONGEST_PROBED)
-    if measured is not None and (measured.k, measured.context_length) == (k, context):
-        return measured.value
-    value = yield from greedy_identity(subject, k)
-    part = "" if value == "bitwise" else (yield from part_of(subject, k + 1))
-    profile.identity = MeasuredIdentity(value=value, k=k, context_length=context, part=part)
-    return value
+    context = min(subject.context_length, LONGEST_PROBED)
+    if (measured := profile.identity) is None or not measured.is_of(k, context):
+        depth = yield from exact_depth(subject, k)
+        part = "" if depth == k else (yield from part_of(subject, depth + 2))
+        measured = profile.identity = MeasuredIdentity.of(depth or None, k, context, part)
+    return measured
 
 
 def part_of(subject: Subject, rows: int) -> Pieces[str]:
@@ -69,14 +71,17 @@ def part_of(subject: Subject, rows: int) -> Pieces[str]:
 
 def probe_batch_identity(
     subject: Subject, k: int, profile: DraftProfile, *, shares_prompts: bool = True
-) -> Pieces[str]:
-    """`batch_identity` for up to `k` drafts, measured once for each profile."""
-    measured, context = profile.batch_identity, min(subject.context_length, LONGEST_PROBED)
-    if measured is not None and (measured.k, measured.context_length) == (k, context):
-        return measured.value
-    value = yield from batch_identity(subject, k, shares_prompts=shares_prompts)
-    profile.batch_identity = MeasuredIdentity(value=value, k=k, context_length=context)
-    return value
+) -> Pieces[MeasuredIdentity]:
+    """The same of requests that share rounds: of `k` drafts, or of one of SHARED_DEPTHS."""
+    context = min(subject.context_length, LONGEST_PROBED)
+    if (measured := profile.batch_identity) is None or not measured.is_of(k, context):
+        depth, depths = None, [k, *(depth for depth in SHARED_DEPTHS if depth < k)]
+        while depths and depth is None:
+            tried = depths.pop(0)
+            value = yield from batch_identity(subject, tried, shares_prompts=shares_prompts)
+            depth = tried if value == "bitwise" else None
+        measured = profile.batch_identity = MeasuredIdentity.of(depth, k, context)
+    return measured
 
 
 def probe_copies(

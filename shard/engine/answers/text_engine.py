@@ -286,7 +286,7 @@ class TextEngine:
             ),
             replay=ReplayProgress(
                 parameters.replay,
-                self.drafting.max_k + 1 if measured.identity == "bitwise" else 0,
+                self.drafting.depth + 1 if measured.identity == "bitwise" else 0,
             ),
             loop_guard=parameters.loop_guard(),
             images=self._prompt_images(parameters),
@@ -348,10 +348,11 @@ class TextEngine:
 
     @property
     def depth_reason(self) -> str:
-        """Why rounds draft as many tokens as they do at present; empty before the first."""
+        """Why rounds draft as many tokens as they do at present, or at most; empty before the first
+        where K has no limit but the card's."""
         if (request := self._engine.drafting_request) is not None:
             _ = self._note_depth(request)
-        return self.drafting.depth_reason
+        return self.drafting.depth_reason or self.drafting.limit_reason
 
     def _note_depth(self, request: Request) -> str:
         assert isinstance(self._executor, LocalExecutor), "a stage of a split model drafts nothing"

@@ -99,7 +99,7 @@ def measure_speeds(
     later than `until_s`, a time of `time.perf_counter`. Raises LoadFailed for a model whose answers
     have one token.
     """
-    k = engine.drafting.max_k
+    k = engine.drafting.depth
     plain = pb.Drafting(num_draft_tokens=0, drafting_reason=PLAIN)
     drafted = pb.Drafting(num_draft_tokens=k, adaptive_draft=True, initial_draft_tokens=initial_k)
     arms = [plain, drafted] if k else [plain]

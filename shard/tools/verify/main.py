@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -106,8 +106,10 @@ def subject_and_prompts(
 ) -> tuple["ModelUnderTest", list[list[int]], str]:
     """A loaded model as the checks take it, its prompts, and where they come from.
 
-    `k`: the most drafts a round; 0 for as many as the model drafts.
+    `k`: the most drafts a round; 0 for as many as the model drafts on this machine.
     """
+    from ....mtp.pieces import result_of
+    from ....mtp.probe import exact_depth
     from ...model.tensors import DTYPES
     from .subject import subject_of
 
@@ -115,7 +117,11 @@ def subject_and_prompts(
     most = min(k, drafts) if k and drafts else drafts
     assert loaded.codec is not None
     prompts, source = _prompts(loaded.codec, loaded.expected.vocabulary, effort.prompts)
-    return subject_of(loaded, DTYPES[spec.dtype], spec.prefill_chunk, most), prompts, source
+    subject = subject_of(loaded, DTYPES[spec.dtype], spec.prefill_chunk, most)
+    if drafts and not k and not subject.no_rollback:
+        depth = result_of(exact_depth(subject.probed(spec.context_length), most))
+        subject = replace(subject, max_k=depth or most)
+    return subject, prompts, source
 
 
 def run_checks(

@@ -11,7 +11,7 @@ from ....mtp.caches.positions import Positions
 from ....mtp.caches.rollback import holds_rows, row_count
 from ....mtp.part_probe import differing_part
 from ....mtp.pieces import result_of
-from ....mtp.probe import Subject, live_arrays
+from ....mtp.probe import live_arrays
 from ....mtp.sampling import greedy_token
 from ....mtp.seams import as_ids, as_row
 from ...kernels.row_products import name_of
@@ -153,11 +153,8 @@ def check_blocks(
 
 def _first_part(subject: ModelUnderTest) -> str:
     """The part of the model that differs first in blocks, in words; empty if none is found."""
-    of, rows = subject, subject.max_k + 1
-    probed = Subject(
-        of.target, of.make_caches, of.vocabulary, rows, lambda: 0.0, modules=of.modules
-    )
-    part = result_of(differing_part(probed, rows))
+    rows = subject.max_k + 1
+    part = result_of(differing_part(subject.probed(rows), rows))
     return "" if part is None else f"; first in: {name_of(part.module, part.dtype)}"
 
 

@@ -9,6 +9,7 @@ from mlx import nn
 
 from ....mtp.caches.rollback import fixed_kinds, rollback
 from ....mtp.families.table import family_of
+from ....mtp.probe import Subject
 from ....mtp.sampler import Sampler
 from ....mtp.seams import ForwardOutput, Want, as_row
 from ....mtp.targets import Target
@@ -46,6 +47,11 @@ class ModelUnderTest:
     def depths(self) -> range:
         """The numbers of drafts that are checked."""
         return range(1, self.max_k + 1)
+
+    def probed(self, context_length: int) -> Subject:
+        """The same as probes take it."""
+        parts = self.target, self.make_caches, self.vocabulary, context_length
+        return Subject(*parts, lambda: 0.0, modules=self.modules)
 
     @property
     def no_rollback(self) -> str:

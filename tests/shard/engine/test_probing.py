@@ -32,12 +32,12 @@ def profile_in(folder: Path) -> DraftProfile:
 
 def test_an_identity_is_measured_once_and_outlives_the_process(model: Any, tmp_path: Path) -> None:
     first = profile_in(tmp_path)
-    assert result_of(probe_identity(subject_of(model, context=64), 2, first)) == "bitwise"
+    assert result_of(probe_identity(subject_of(model, context=64), 2, first)).value == "bitwise"
     # Another value than would be measured now, so that a second measurement would show.
     first.identity = MeasuredIdentity(value="near_tie", k=2, context_length=64)
     first.save()
     again = profile_in(tmp_path)
-    assert result_of(probe_identity(subject_of(model, context=64), 2, again)) == "near_tie"
+    assert result_of(probe_identity(subject_of(model, context=64), 2, again)).value == "near_tie"
 
 
 @pytest.mark.parametrize(("k", "context"), [(3, 64), (1, 64), (2, 128)])
@@ -46,7 +46,7 @@ def test_another_k_or_context_is_measured_anew(
 ) -> None:
     profile = profile_in(tmp_path)
     profile.identity = MeasuredIdentity(value="near_tie", k=2, context_length=64)
-    assert result_of(probe_identity(subject_of(model, context=context), k, profile)) == "bitwise"
+    assert result_of(probe_identity(subject_of(model, context=context), k, profile)).depth == k
     assert profile.identity == MeasuredIdentity(value="bitwise", k=k, context_length=context)
 
 
@@ -57,14 +57,10 @@ def test_contexts_beyond_the_longest_that_is_probed_share_what_was_measured(
     profile = profile_in(tmp_path)
     profile.identity = MeasuredIdentity(value="near_tie", k=2, context_length=LONGEST_PROBED)
     for context in (LONGEST_PROBED, 32_768, 262_144):
-        assert (
-            result_of(probe_identity(subject_of(model, context=context), 2, profile)) == "near_tie"
-        )
+        subject = subject_of(model, context=context)
+        assert result_of(probe_identity(subject, 2, profile)).value == "near_tie"
         profile.batch_identity = profile.identity
-        assert (
-            result_of(probe_batch_identity(subject_of(model, context=context), 2, profile))
-            == "near_tie"
-        )
+        assert result_of(probe_batch_identity(subject, 2, profile)).value == "near_tie"
 
 
 def test_a_remembered_identity_has_no_pieces(model: Any, tmp_path: Path) -> None:
@@ -74,6 +70,19 @@ def test_a_remembered_identity_has_no_pieces(model: Any, tmp_path: Path) -> None
     subject = subject_of(model, context=64)
     assert not list(probe_identity(subject, 3, profile))
     assert not list(probe_batch_identity(subject, 3, profile))
+
+
+def test_a_limit_outlives_the_process_and_files_without_one_mean_none(tmp_path: Path) -> None:
+    profile = profile_in(tmp_path)
+    profile.identity = MeasuredIdentity.of(4, 7, 64, " (a part)")
+    profile.save()
+    again = profile_in(tmp_path).identity
+    assert again == MeasuredIdentity.of(4, 7, 64, " (a part)")
+    assert (profile.identity.value, profile.identity.depth) == ("bitwise", 4)
+    of_old = MeasuredIdentity.model_validate_json('{"value":"bitwise","k":3,"context_length":64}')
+    assert of_old == MeasuredIdentity.of(3, 3, 64) and of_old.depth == 3
+    near_tie = MeasuredIdentity.of(None, 3, 64)
+    assert (near_tie.value, near_tie.depth) == ("near_tie", 3)
 
 
 def test_choosing_is_tried_as_a_model_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
