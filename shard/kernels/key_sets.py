@@ -20,6 +20,9 @@ WIDTHS: Final = (1, 2, 3, 4, 5, 6, 8, 9, 16)
 """The numbers of rows that are compared, one in a batch alone: both sides of each known border."""
 CONTEXTS: Final = (24, 200, 1000, 1022, 1100, 4000, 4094, 4200, 8190, 8200)
 """Rows before a block, ascending: from 1,022, 4,094 and 8,190 on it crosses a border."""
+FIRST_BORDER: Final = 1000
+"""A kernel for blocks does not change below. Blocks that differ there have none: their bits depend
+on each number of keys, and agree at some by chance."""
 _ALIGNMENTS: Final = (30, 62, 126)
 """Rows beyond a window after which the first key of a block's rows changes."""
 _SHORT: Final = 9
@@ -86,13 +89,15 @@ _ALL: Final = RowLimits(WIDTHS[-1], _UNLIMITED)
 
 def agreeing_limits(kind: AttentionKind, attend: Attend) -> RowLimits:
     """The limits of the rows and of the keys of blocks that agree with their rows alone."""
-    contexts, rows = kind.contexts, 0
+    first, *others = kind.contexts
+    end = min(FIRST_BORDER, kind.window - 3) if kind.window else FIRST_BORDER
+    short = [first, *(context for context in others if context <= end)]
+    rows, keys = 0, 0
     for width in WIDTHS:
-        if not _agrees(kind, attend, contexts[0], width):
+        if not all(_agrees(kind, attend, context, width) for context in short):
             break
-        rows = width
-    keys = 0
-    for context in contexts:
+        rows, keys = width, short[-1]
+    for context in kind.contexts[len(short) :]:
         widths = [width for width in WIDTHS if width <= rows]
         if not widths or not all(_agrees(kind, attend, context, width) for width in widths):
             return RowLimits(rows, keys)

@@ -44,7 +44,7 @@ def group_keys(modules: Sequence[nn.Module], run: Callable[[], object]) -> tuple
         _ = run()
     finally:
         _set(names, stock)
-    attention.measure(_attend)
+    attention.limits = {kind: agreeing_limits(kind, _attend) for kind in attention.calls}
     choices = tuple(
         KernelChoice(NAME, str(kind), attention.calls[kind], not limits.is_all, str(limits))
         for kind, limits in attention.limits.items()
@@ -113,10 +113,6 @@ class OwnKeys:
             kind = _kind_of(queries, keys, values, cache, sinks)
             self.calls[kind] = self.calls.get(kind, 0) + 1
         return stock(queries, keys, values, cache, scale, mask, sinks)
-
-    def measure(self, attend: Callable[..., tuple[mx.array, mx.array]]) -> None:
-        """Measures the limits of the kinds that were recorded."""
-        self.limits = {kind: agreeing_limits(kind, attend) for kind in self.calls}
 
 
 def _kind_of(

@@ -18,6 +18,7 @@ from mlx_lm.models.switch_layers import (
     SwitchMLP,
 )
 
+from .cuda import available
 from .product import stock
 from .row_sets import WIDTHS
 
@@ -56,10 +57,11 @@ class ProductKind:
     def widths(self) -> tuple[int, ...]:
         """The numbers of rows to compare; for experts, rows times the experts of each.
 
-        mlx-lm sorts from 64 on, and MLX has another kernel from 4 for each expert on.
+        mlx-lm sorts from 64 on, and MLX has another kernel from 4 for each expert on. On CUDA
+        cuBLAS has rules of its own for each number.
         """
         if not issubclass(self.layer, EXPERTS):
-            return WIDTHS
+            return tuple(range(1, WIDTHS[-1] + 1)) if available() else WIDTHS
         border = 4 * self.several
         more = {each for each in (63, border - 1, border) if each < MOST_COMPARED}
         return tuple(sorted({*WIDTHS, *more, MOST_COMPARED}))

@@ -17,7 +17,7 @@ Product = Callable[[mx.array], mx.array]
 """x (rows, inputs) -> (rows, outputs); lazy."""
 
 WIDTHS: Final = (1, 2, 3, 5, 6, 8, 12, 13, 16, 32, 33, 64)
-"""The numbers of rows that are compared: both sides of each border that is known."""
+"""The numbers of rows that are compared on Metal: both sides of each border that is known."""
 VALUES: Final = 100_000
 """The least numbers that are compared for each width."""
 MOST_ROWS: Final = 16_384
@@ -44,7 +44,7 @@ def agreeing_rows(
     """The numbers of rows that agree, those with the smallest floor.
 
     If no two do, each row is computed alone; None if not even that gives the same bits twice.
-    Numbers between two of `widths` that agree count as agreeing: kernels change at borders.
+    Numbers between two of `widths` that agree count as agreeing: Metal's kernels change at borders.
     `dtype`: that of the input.
     """
     outputs = product(random_rows((1, inputs), dtype, 0)).shape[-1]

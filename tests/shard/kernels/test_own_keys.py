@@ -7,6 +7,7 @@ The single steps are computed by MLX's attention over caches of their own.
 import copy
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, cast
 
@@ -106,6 +107,27 @@ def test_rows_are_those_of_single_steps_across_every_border(chip: Chip, group: i
     layer = layer_of(group, 0, remedy=True, sinks=group == 8)
     cases = [(context, rows) for context in CONTEXTS for rows in (1, ROWS)]
     assert {case: differing(layer, group, 0, *case) for case in cases} == dict.fromkeys(cases, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class WithoutBlocks(Chip):
+    """A chip without a kernel for blocks: products of every size, some with the bits of one row."""
+
+    def attention(
+        self, rows: int, keys: int, group: int, size: int, *, masked: bool, sinks: bool
+    ) -> tuple[str, int]:
+        if rows == 1 or keys % 200 in range(24, 41):
+            return "one pass", 32
+        return f"unfused, {rows} rows of {keys} keys", 1
+
+
+@pytest.mark.parametrize("window", [0, 512])
+def test_blocks_that_agree_at_some_keys_by_chance_are_not_believed(window: int) -> None:
+    contexts = 5, 17, 24, 100, 224
+    with on_chip(WithoutBlocks("without blocks", 15, "g")):
+        layer = layer_of(2, window, remedy=True)
+        found = {context: differing(layer, 2, window, context) for context in contexts}
+    assert found == dict.fromkeys(contexts, 0)
 
 
 @pytest.mark.parametrize("group", [2, 8])

@@ -1,6 +1,7 @@
 """Which numbers of rows agree is measured, and layers compute their rows in such groups."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any, cast
@@ -11,7 +12,7 @@ from chips import CHIPS, COARSE, M1, M3, M3_MAX, M5, Chip, on_chip
 from mlx import nn
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from exo_node.shard.kernels import row_groups, row_sets
+from exo_node.shard.kernels import row_groups, row_products, row_sets
 from exo_node.shard.kernels.product import stock
 from exo_node.shard.kernels.row_groups import group_rows, in_groups
 from exo_node.shard.kernels.row_sets import RowRange, agreeing_rows
@@ -202,6 +203,23 @@ def test_on_cuda_linear_layers_of_mlx_are_not_computed_row_by_row(
     assert [choice.used for choice in choices] == [most > 1, most > 1, True]
     assert [hasattr(layer, "agreeing") for layer in layers] == [most > 1, most > 1, True]
     assert cast("Any", experts).agreeing == RowRange(1, most)
+
+
+@dataclass(frozen=True, slots=True)
+class Eleven(Chip):
+    """Eleven rows have a kernel of their own, and no others."""
+
+    def dense(self, rows: int, outputs: int, dtype: mx.Dtype) -> str:
+        return "of eleven" if rows == 11 else "of all others"
+
+
+@pytest.mark.usefixtures("few_values")
+def test_on_cuda_every_number_of_rows_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_products, "available", lambda: True)
+    layer: Any = linear(512, 96)
+    with on_chip(Eleven("eleven", 15, "g")):
+        [choice] = group_rows([layer], mx.bfloat16, perf_counter)
+    assert (choice.used, layer.agreeing) == (True, RowRange(1, 10))
 
 
 @pytest.mark.usefixtures("few_values")
