@@ -2,13 +2,13 @@
 
     python bench/depth.py [--repeats 9] [--tokens 192] [--profiles 0.9/0.8/0.7,head]
 
-A profile is the share of drafts that is accepted at each position after accepted ones. It is
-forced: the head drafts as usual, so that a round costs what it costs, and then the tokens of its
-drafts are exchanged for the plain answer's or for others. `head` forces nothing. Adaptive drafting
-begins with one draft and may reach three, as a head that is found without a card does; its
-measurements are forgotten before each profile, and its first answer, in which it learns, is
-reported apart. Ratios are taken within a repeat. `--clock cpu` counts CPU time, for a machine
-that others use. It ends with status 1 if an arm's ids differ.
+A profile is the share of drafts that is accepted at each position after accepted ones, the last
+share at all further positions. It is forced: the head drafts as usual, so that a round costs what
+it costs, and then the tokens of its drafts are exchanged for the plain answer's or for others.
+`head` forces nothing. Adaptive drafting begins with one draft and may reach seven, as a head that
+is found without a card does; its measurements are forgotten before each profile, and it reports its
+first answer, in which it learns, apart. Ratios are taken within a repeat. `--clock cpu` counts CPU
+time, for a machine that others use. It ends with status 1 if an arm's ids differ.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from exo_node.shard.engine.request import Parameters
 
 LOADER = loader_import.__name__
 PROMPTS = ("Tell me a story.", "Who are you?", "What does ocean mean?")
-MAX_K = 3
+MAX_K = 7
 ADAPTIVE = "adaptive"
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 PROFILES = ("0.9/0.8/0.7", "0.75/0.5/0.3", "0.5/0.2/0.1", "head")
@@ -79,7 +79,7 @@ class Bench:
 
     def __init__(self, tokens: int, clock: Callable[[], float]) -> None:
         self._tokens = tokens
-        stage_spec = spec(native_mtp=True)
+        stage_spec = spec(native_mtp=True, max_draft_tokens=MAX_K)
         self.engine = engine_of(load_quietly(stage_spec), stage_spec, clock=clock)
         self.engine.measurements.measure()
         self._profile: Any = self.engine.measurements.profile  # pyright: ignore[reportPrivateUsage]
@@ -145,7 +145,8 @@ def main() -> None:
 
 
 def _measure(bench: Bench, profile: str, repeats: int) -> dict[str, Any]:
-    ForcedDrafter.acceptance = [] if profile == "head" else [float(p) for p in profile.split("/")]
+    shares = [] if profile == "head" else [float(p) for p in profile.split("/")]
+    ForcedDrafter.acceptance = [*shares, *shares[-1:] * MAX_K][:MAX_K]
     ForcedDrafter.draw.seed(profile)
     arms = [*(f"K={k}" for k in range(MAX_K + 1)), ADAPTIVE]
     bench.forget()

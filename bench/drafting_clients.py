@@ -55,7 +55,7 @@ from exo_node_bench.spread import spread
 
 LOADER = loader_import.__name__
 KINDS = ("default", "K=0")
-MAX_K = 3
+MAX_K = 7
 ENDLESS = 10**9
 
 

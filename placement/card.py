@@ -19,7 +19,7 @@ from .ids import ModelId
 
 MAX_K = 8
 """Drafts a round that a user's card may ask for; a verify that long seldom pays."""
-SHIPPED_MAX_K = 3
+SHIPPED_MAX_K = 7
 """Drafts a round that a card of this package may ask for."""
 
 _STRICT = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)

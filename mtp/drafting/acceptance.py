@@ -9,6 +9,9 @@ ANSWER_MEMORY: Final = 0.98
 """Decay of an observation's weight with each newer one: about the last 50 count."""
 MODEL_MEMORY: Final = 0.998
 """The same for all answers of a model."""
+UNSEEN: Final = 0.9
+"""Acceptance of a draft that was never observed, relative to the one before it: drafts further on
+are accepted less often, so that K grows by trials, not by leaps."""
 PRIOR_WEIGHT: Final = 12.0
 """Weight of the model's other answers at the beginning of one, in observations."""
 MATCH_LENGTHS: Final = (3, 4, 5, 8, 16)
@@ -54,10 +57,10 @@ class Prior(DecayedShares):
         return bool(self.counts) and self.counts[0] >= self.ENOUGH
 
     def probability(self, j: int) -> float:
-        """Acceptance probability of draft j + 1, or of the deepest draft that was observed."""
+        """Acceptance probability of draft j + 1, by the deepest one so far that was observed."""
         for depth in range(min(j, len(self.counts) - 1), -1, -1):
             if self.counts[depth] >= 1:
-                return self.hits[depth] / self.counts[depth]
+                return self.hits[depth] / self.counts[depth] * UNSEEN ** (j - depth)
         return 0.5
 
     def add(self, drafted: int, accepted: int) -> None:

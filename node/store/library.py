@@ -38,9 +38,12 @@ from .places import Removal, all_places, find_removal, in_folders
 from .user_cards import UserCards
 
 DEMO: Final = ModelId("demo")
-DEFAULT_HEAD: Final = {"num_layers": 1, "default_k": 1, "max_k": 3}
+DEFAULT_HEAD: Final = {"num_layers": 1, "default_k": 1, "max_k": 7}
 """`native_mtp` of a model whose files have a whole head and whose card does not say how to use it:
-adaptive depth begins with one draft, and measured costs and acceptance decide, from 0 to 3."""
+adaptive depth begins with one draft, and measured costs and acceptance decide, from 0 to 7."""
+FIRST_OF_THREE: Final = {"num_layers": 1, "default_k": 1, "max_k": 3}
+"""The same of a head of three layers, one for each draft, of which the first is used: how often its
+fourth draft is accepted was not measured."""
 
 Facts = TypeVar("Facts")
 
@@ -319,8 +322,9 @@ class ModelLibrary:
         )
         card = derive_card(place.id, config, size, overrides)
         checkpoint = self.checkpoint(folder)
-        if card.native_mtp is None and isinstance(find_head(checkpoint), HeadFound):
-            card = derive_card(place.id, config, size, {**overrides, "native_mtp": DEFAULT_HEAD})
+        if card.native_mtp is None and isinstance(head := find_head(checkpoint), HeadFound):
+            native_mtp = FIRST_OF_THREE if head.layout in ("mimo_v2", "step") else DEFAULT_HEAD
+            card = derive_card(place.id, config, size, {**overrides, "native_mtp": native_mtp})
         return KnownModel(card, folder)
 
     def _open_changed(self, place: Place) -> KnownModel | ExoNodeError:

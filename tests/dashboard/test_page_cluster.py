@@ -125,7 +125,7 @@ def test_mtp_is_turned_off_with_the_reason_shown(pair: Pair) -> None:
     pair.load()
     with owners(pair) as view:
         go(view, "Models")
-        drafts = "MTP on, drafts up to 3 a round (K = "
+        drafts = "MTP on, drafts up to 7 a round (K = "
         expect(loaded_model(view)).to_contain_text(drafts, timeout=WITHIN_MS)
         expect(loaded_model(view)).to_contain_text("Prompt lookup on", timeout=WITHIN_MS)
         go(view, "Settings")

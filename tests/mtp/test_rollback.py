@@ -76,7 +76,7 @@ def test_a_taped_model_is_the_stock_one_bit_for_bit(
         assert_same_state(ours, theirs)
 
 
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("rows", [1, 4, 8])
 def test_any_number_of_rows_can_be_taken_back(models: tuple[Model, Model], rows: int) -> None:
     _, model = models
     prompt, block, after = row_of_ids(PROMPT), row_of_ids(rows, seed=4), row_of_ids(2, seed=5)

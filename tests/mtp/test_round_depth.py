@@ -240,6 +240,36 @@ def test_a_policy_that_does_not_follow_the_clock_chooses_the_same_whatever_it_sa
     assert len(set(way)) > 1
 
 
+def test_a_draft_that_was_never_observed_is_assumed_to_be_accepted_less_often() -> None:
+    shares = Acceptance(4, Prior([90.0] * 2, [81.0, 72.0])).shares
+    assert shares == pytest.approx([0.9, 0.8, 0.72, 0.648])
+
+
+# Seven shares and costs, by which a larger ceiling pays or does not.
+DEEP = {
+    "pays": ((0.95,) * 7, tuple(1 + 0.1 * k for k in range(8)), 1.2),
+    "does not": ((0.72, 0.55, 0.4, 0.3, 0.2, 0.2, 0.2), tuple(1 + 0.3 * k for k in range(8)), 0.98),
+    "hardly": ((0.86, 0.76, 0.74, 0.72, 0.7, 0.7, 0.7), (*M5_DENSE, 1.8, 2.1, 2.3, 2.6), 0.98),
+}
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_a_ceiling_of_seven_pays_where_it_can_and_costs_little_where_not(name: str) -> None:
+    """Paired with a ceiling of three, from the first answer of a model on."""
+    acceptance, table, least = DEEP[name]
+    ratios = list[float]()
+    for seed in range(6):
+        rates = list[float]()
+        for most in (3, 7):
+            prior, policy = Prior(), RoundPolicy(CostTable(table[: most + 1]))
+            machine = Machine(acceptance, table[: most + 1], seed)
+            for _ in range(4):
+                _ = machine.answer(policy, adaptive(most, prior=prior))
+            rates.append(machine.expected_rate())
+        ratios.append(rates[1] / rates[0])
+    assert sum(ratios) / len(ratios) >= least, ratios
+
+
 def test_an_answer_may_begin_without_what_others_showed_and_shows_them_its_own() -> None:
     prior = Prior([90.0], [1.0])
     own, others = Acceptance(1, prior, is_own=True), Acceptance(1, prior)

@@ -52,7 +52,7 @@ def test_a_block_computes_what_single_steps_do(stage: StageModel, prompt: int, r
     assert mx.array_equal(forward(stage, block, after), forward(stage, single, after))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 4, 17])
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 17])
 def test_any_number_of_rows_can_be_taken_back(stage: StageModel, rows: int) -> None:
     assert can_roll_back(stage.make_caches())
     block, after = row_of_ids(rows, seed=4), row_of_ids(3, seed=5)
@@ -70,16 +70,22 @@ def test_a_chunk_of_a_prompt_cannot_be_taken_back(stage: StageModel) -> None:
         rollback(caches, 1)
 
 
-def test_each_request_of_a_batch_keeps_its_own_rows(stage: StageModel) -> None:
+@pytest.mark.parametrize(
+    ("rows", "kept"),
+    [(4, ([1, 3, 4], [4, 4, 4], [2, 1, 3])), (8, ([1, 5, 8], [8, 2, 7], [3, 8, 6]))],
+)
+def test_each_request_of_a_batch_keeps_its_own_rows(
+    stage: StageModel, rows: int, kept: tuple[list[int], ...]
+) -> None:
     alone = [read(stage, row_of_ids(70 + 20 * i, seed=i)) for i in range(3)]
     positions = Positions([70, 90, 110])
     together = left_aligned(copy.deepcopy(alone), positions)
-    for number, rest in enumerate(([1, 3, 4], [4, 4, 4], [2, 1, 3])):
-        blocks = [row_of_ids(4, seed=10 * number + i) for i in range(3)]
+    for number, rest in enumerate(kept):
+        blocks = [row_of_ids(rows, seed=10 * number + i) for i in range(3)]
         logits = forward(stage, together, mx.stack(blocks))
-        drop_rejected(together, 4, rest)
+        drop_rejected(together, rows, rest)
         positions.advance(rest)
         for index, caches in enumerate(alone):
             mine = forward(stage, caches, blocks[index])
-            rollback(caches, 4 - rest[index])
+            rollback(caches, rows - rest[index])
             assert mx.array_equal(mine[0], logits[index])

@@ -15,6 +15,8 @@ from exo_node.placement.drafting import (
     split_reason,
 )
 from exo_node.placement.errors import InvalidRequest
+from exo_node.placement.ids import ModelId
+from exo_node.placement.library import packaged_cards
 
 DECLARED = card(native_mtp={"default_k": 2, "max_k": 3})
 UNDECLARED = card()
@@ -139,6 +141,17 @@ def test_a_k_above_the_cards_is_refused_whether_or_not_it_would_draft(
     with pytest.raises(InvalidRequest, match=r"drafts at most 3 tokens .* 0 \(off\) to 3") as bad:
         choose_drafting(DECLARED, stages, head, enabled, 4)
     assert bad.value.param == "num_draft_tokens"
+
+
+def test_a_card_of_seven_drafts_grants_them_and_a_head_of_one_layer_all() -> None:
+    seven = packaged_cards()[ModelId("Qwen/Qwen3.6-27B")]
+    assert seven.native_mtp is not None and seven.native_mtp.num_layers == 1
+    fixed = choose_drafting(seven, 1, LOADED, ON, 7, adaptive=True)
+    assert (fixed.k, fixed.adaptive) == (7, False)
+    adapts = choose_drafting(seven, 1, LOADED, ON, None, adaptive=True)
+    assert (adapts.k, adapts.initial_k, adapts.adaptive) == (7, 2, True)
+    with pytest.raises(InvalidRequest, match="drafts at most 7 tokens"):
+        choose_drafting(seven, 1, LOADED, ON, 8)
 
 
 @pytest.mark.parametrize("card", [DECLARED, UNDECLARED])

@@ -51,10 +51,11 @@ def test_a_real_nodes_metrics_are_the_sums_of_its_answers_stats(demo: Node) -> N
         "vllm:generation_tokens": "completion_tokens",
     }.items():
         assert growth(name) == sum(body["usage"][field] for body in bodies)
-    for k in range(4):
-        rounds = sum((*each["draft_k_histogram"], 0, 0, 0, 0)[k] for each in stats)
+    none = [0] * 8
+    for k in range(8):
+        rounds = sum((*each["draft_k_histogram"], *none)[k] for each in stats)
         assert growth("exo_node_draft_rounds", k=str(k)) == rounds
-        accepted = sum((*each["accepted_per_position"], 0, 0, 0, 0)[k] for each in stats)
+        accepted = sum((*each["accepted_per_position"], *none)[k] for each in stats)
         name = "vllm:spec_decode_num_accepted_tokens_per_pos"
         assert growth(name, position=str(k)) == accepted
     reasons = [body["choices"][0]["finish_reason"] for body in bodies]

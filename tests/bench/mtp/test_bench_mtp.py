@@ -85,7 +85,7 @@ def test_the_arms_draft_what_they_say_and_give_the_same_ids(swept: Bench) -> Non
         assert arm["draft_steps"] > 0
     assert swept.arm("K=0")["draft_k_histogram"] == [2 * 2 * (TOKENS - 1)]
     assert swept.arm("adaptive")["kind"] == "adaptive"
-    assert (swept.arm("lookup")["k"], swept.arm("both")["k"]) == (0, 3)
+    assert (swept.arm("lookup")["k"], swept.arm("both")["k"]) == (0, 7)
     assert {arm["same_ids"] for arm in swept.body["arms"]} == {2}
     assert swept.arm("K=0")["vs_off"] == {"median": 1.0, "least": 1.0, "most": 1.0}
 
@@ -107,7 +107,7 @@ def test_the_json_names_device_versions_settings_and_model(swept: Bench) -> None
     assert body["settings"]["initial_k"] == DEFAULT_HEAD["default_k"]
     assert (body["model"]["id"], body["model"]["dtype"]) == (NAME, "float32")
     assert (body["no_drafts"], body["greedy_identity"]) == ("", "bitwise")
-    assert len(body["costs"]["verify"]) == 4
+    assert len(body["costs"]["verify"]) == 8
     assert body["costs"]["verify"][0] == 1.0
     assert str(Path(MODEL).parent) not in json.dumps(body)
 
@@ -179,7 +179,7 @@ def test_without_a_head_only_k_0_runs_and_the_reason_is_shown(headless: Results)
     [
         (["demmo"], 1, "Did you mean demo?"),
         (["./nowhere"], 1, "./nowhere"),
-        (["--k", "9"], 2, "--k: 9, and demo drafts at most 3 tokens a round"),
+        (["--k", "9"], 2, "--k: 9, and demo drafts at most 7 tokens a round"),
         (["--k", "1;2"], 2, "--k: '1;2'; write numbers with commas between them"),
         (["--prompts", "nowhere.txt"], 2, "nowhere.txt: there is no such file"),
         (["--against", "vllm"], 2, "--against: 'vllm'; it knows mlx-lm"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hub import COMMIT
 from huggingface_hub import constants
-from models import DEMO, make_checkpoint
+from models import DEMO, Family, make_checkpoint
 
 from exo_node.node.store.library import ModelLibrary
 from exo_node.placement.errors import ExoNodeError, ModelNotFound
@@ -146,12 +146,23 @@ def test_a_whole_head_is_used_without_a_card_and_a_stripped_one_is_not(
     library = ModelLibrary((tmp_path / "models",), offline=True)
     whole, none = library.get(ModelId("whole")).card, library.get(ModelId("none")).card
     assert whole.native_mtp is not None and none.native_mtp is None
-    assert (whole.native_mtp.default_k, whole.native_mtp.max_k) == (1, 3)
+    assert (whole.native_mtp.default_k, whole.native_mtp.max_k) == (1, 7)
     (tmp_path / "models" / "whole" / "exo-card.toml").write_text(
         "native_mtp = {default_k = 3, max_k = 4}\n"
     )
     whole = library.get(ModelId("whole")).card
     assert whole.native_mtp is not None and whole.native_mtp.default_k == 3
+
+
+@pytest.mark.parametrize(
+    ("family", "most"), [("mimo_v2_flash", 3), ("step3p5", 3), ("qwen3_5", 7), ("deepseek_v3", 7)]
+)
+def test_the_first_layer_of_a_head_of_three_drafts_no_more_than_they_would(
+    family: Family, most: int, tmp_path: Path, cache: Path
+) -> None:
+    make_checkpoint(tmp_path / "models" / "head", family)
+    card = ModelLibrary((tmp_path / "models",), offline=True).get(ModelId("head")).card
+    assert card.native_mtp is not None and card.native_mtp.max_k == most
 
 
 @pytest.mark.parametrize("name", ["../x", "a/../b", "me/tiny@../x", "me/none", "a@b", "/", "a/b/c"])

@@ -21,6 +21,7 @@ from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.kernels import row_sets
 from exo_node.shard.kernels.row_groups import group_rows
 from exo_node.shard.model.stage_model import StageModel
+from exo_node.shard.tools.verify.main import QUICK, subject_and_prompts
 
 MOST, DEPTH = 7, 4
 TOKENS = 32
@@ -107,6 +108,32 @@ def test_requests_that_share_rounds_draft_what_is_exact_together(most: int) -> N
     assert [tuple(reader.ids) for reader in readers] == plain
     shared = [r.drafted for reader in readers for r in reader.rounds if r.forward.batch == 3]
     assert max(shared) == most
+
+
+def test_verify_checks_the_drafts_that_a_node_would_grant() -> None:
+    loaded = load_quietly(SPEC)
+    assert perturb(loaded.model.model, at_rows([6, 7, 8]), size=0.2)
+    named, unnamed = (subject_and_prompts(loaded, SPEC, k, QUICK)[0] for k in (MOST, 0))
+    assert (named.max_k, unnamed.max_k) == (MOST, DEPTH)
+
+
+@pytest.mark.parametrize(("count", "most"), [(3, 7), (9, 6)])
+def test_requests_that_share_rounds_get_the_ids_that_each_gets_alone(count: int, most: int) -> None:
+    """Each round keeps other numbers of their rows. Nine requests of 8 rows have more than 64."""
+    served = served_with(at_rows([]))
+    readers = [
+        Reader(asked(MOST, number, sampling=SEEDED if number % 3 == 2 else GREEDY), begins=number)
+        for number in range(count)
+    ]
+    together(served, readers)
+    for number, reader in enumerate(readers):
+        plain = asked(0, number, sampling=reader.request.sampling)
+        assert tuple(reader.ids) == answer(served, plain).ids
+    rounds = [each for reader in readers for each in reader.rounds]
+    shared = [each for each in rounds if each.forward.batch == count]
+    assert max(each.drafted for each in shared) == most
+    assert len({each.accepted for each in shared}) > 2
+    assert max(each.forward.batch * each.forward.rows for each in rounds[count:]) <= 64
 
 
 @pytest.mark.parametrize(("heads", "depth"), [(8, 3), (6, 4), (4, 7)])

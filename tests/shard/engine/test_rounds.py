@@ -27,7 +27,7 @@ DRAFTS = {
     "random": random_table(V, seed=2),
     "half": np.where(np.arange(64)[:, None, None] % 3 == 0, -TARGET, TARGET),
 }
-KS = [0, 1, 2, 3, 5]
+KS = [0, 1, 2, 3, 7]
 
 
 def greedy_ids(length: int = BUDGET) -> tuple[int, ...]:

@@ -480,8 +480,8 @@ def test_the_child_takes_what_the_command_asks(monkeypatch: pytest.MonkeyPatch) 
     spec = request.spec
     assert (request.k, request.json_file, request.quick) == (2, "-", True)
     assert (spec.model, spec.dtype, spec.native_mtp) == ("demo", "float32", True)
-    with pytest.raises(InvalidSettings, match="--k: 4, and demo drafts at most 3"):
-        verify_command("demo", k=4, report=None, **expected)
+    with pytest.raises(InvalidSettings, match="--k: 8, and demo drafts at most 7"):
+        verify_command("demo", k=8, report=None, **expected)
 
 
 def test_the_child_ends_with_one_line_for_an_error() -> None:
@@ -509,7 +509,7 @@ def test_a_model_is_found_by_id_and_by_folder(tmp_path: Path) -> None:
     assert by_id.spec.end_layer == by_id.card.num_layers
     by_folder = resolve(str(by_id.folder), settings, frozenset())
     assert by_folder.folder == by_id.folder
-    assert (by_folder.spec.native_mtp, by_folder.spec.max_draft_tokens) == (True, 3)  # no card
+    assert (by_folder.spec.native_mtp, by_folder.spec.max_draft_tokens) == (True, 7)  # no card
     with pytest.raises(InvalidCheckpoint, match=r"holds no config\.json"):
         _ = resolve(str(tmp_path), settings, frozenset())
     with pytest.raises(ModelNotFound, match="Did you mean demo"):
