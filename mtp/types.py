@@ -9,8 +9,7 @@ DraftPolicy = Literal["none", "fixed", "adaptive"]
 FinishReason = Literal["stop", "length"]
 TRACE_LENGTH = 64
 MAX_ROUND_ROWS = 64
-"""Rows of a round that requests share, or that copies: beyond, products use other algorithms, and
-states after each row more memory than a placement plans for."""
+"""Rows of a round that requests share, or that copies: beyond, products use other algorithms."""
 COLDEST = 1e-5
 """Lower temperatures are greedy: in float32 every other token's probability would be 0."""
 

@@ -197,6 +197,7 @@ class ModelList:
             "reason": "" if drafting.kind == "native_mtp" else drafting.reason,
             "parked": parked,
             "greedy_identity": None if record is None else self._identity(record),
+            "depth_reason": "" if record is None else self.depth_reason(record),
         }
 
     def _broken(self, model: ModelId, fault: ExoNodeError) -> dict[str, Any]:

@@ -179,6 +179,8 @@ def model_text(entry: Json) -> str:
     card: Json = entry.get("card") or {}
     experts = card.get("num_experts")
     kind = f"{card.get('model_type')}, {card.get('num_layers')} layers"
+    native_mtp: Json = entry.get("native_mtp") or {}
+    depth = f"; {native_mtp['depth_reason']}" if native_mtp.get("depth_reason") else ""
     speed = fit.get("tokens_per_second")
     how = "as measured" if fit.get("estimated") is False else "estimated"
     dtype = f"{fit['dtype']}: {text_of(fit.get('dtype_reason'))}" if fit.get("dtype") else "-"
@@ -189,7 +191,7 @@ def model_text(entry: Json) -> str:
         "context": f"{text_of(entry.get('context_length'))} tokens",
         "fits": fit_text(entry) + (f", {how} {speed:g} tokens a second" if speed else ""),
         "computes in": dtype,
-        "native MTP": text_of(entry.get("mtp")),
+        "native MTP": text_of(entry.get("mtp")) + depth,
         **_sampling_lines(entry),
         "folder": text_of(entry.get("folder") or "not on this machine"),
         **_file_lines(entry.get("files")),

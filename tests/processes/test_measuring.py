@@ -88,6 +88,7 @@ def test_the_first_answer_waits_for_no_compiler_and_no_measurement(tmp_path: Pat
         assert (later["greedy_identity"], later["lookup_reason"]) == ("bitwise", "")
         drafting = fresh.call("GET", "/v1/placements").body["data"][0]["drafting"]
         assert drafting["drafter_kind"] == "native_mtp" and drafting["prompt_lookup"]["enabled"]
+        eventually(lambda: model(fresh)["native_mtp"]["depth_reason"].startswith("K = "), LIMIT_S)
         assert fresh.stop() == 0
         assert "Traceback" not in fresh.log.read_text()
 

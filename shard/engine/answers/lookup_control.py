@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 LENGTHS: Final = (3, 7, 15)
 """Tokens that a round may copy."""
 STATE_LENGTHS: Final = (3, 31)
-"""The same where a layer's kernel keeps its state after each of up to 16 rows. 4 rows of each of 16
-requests have the states for which the planner's headroom suffices; beyond 16 rows the inputs of the
-rows are kept in place of states."""
+"""The same where a layer's kernel keeps its state after each of up to 16 rows, for which the
+planner's headroom has little room if the model is large; beyond 16 rows the inputs of the rows are
+kept in place of states."""
 NOT_EXACT_TOGETHER: Final = (
     "it shared its steps, and on this machine a verify in a batch does not compute what single "
     "steps do, so copied drafts could change an answer"

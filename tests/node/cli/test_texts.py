@@ -227,6 +227,8 @@ notes       ignored: m/generation_config.json has top_p = 'x'
 folder      not on this machine
 quantised   owner/large-4bit (4-bit)"""
     )
+    limited = {**_ENTRY, "native_mtp": {"depth_reason": "at most 4 of the model's 7"}}
+    assert "native MTP  head found; at most 4 of the model's 7\n" in model_text(limited)
     assert (
         model_text({})
         == """\
