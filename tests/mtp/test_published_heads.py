@@ -477,13 +477,14 @@ def test_model_and_head_compute_what_the_published_tensors_say(
 @functools.cache
 def engine(name: Name) -> TextEngine:
     folder = checkpoint(name, fitted=True)
-    stage_spec = spec(folder, 0, LAYERS, num_layers=LAYERS, native_mtp=True)
+    fields = {"num_layers": LAYERS, "native_mtp": True, "max_draft_tokens": 7}
+    stage_spec = spec(folder, 0, LAYERS, **fields)
     loaded = load_quietly(stage_spec)
     assert loaded.head_state == "loaded"
     return engine_of(loaded, stage_spec)
 
 
-@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("k", [1, 2, 3, 7])
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_answers_are_those_without_drafts(name: Name, k: int) -> None:
     plain = answer(engine(name), request(PROMPT, 0, 48, ignore_eos=True))
@@ -497,7 +498,7 @@ def test_answers_in_a_batch_are_those_without_drafts(name: Name) -> None:
     prompts = [[*PROMPT, *range(7, 7 + 5 * i)] for i in range(3)]
     plain = [answer(engine(name), request(each, 0, 40, ignore_eos=True)).ids for each in prompts]
     readers = [
-        Reader(request(each, i + 1, 40, ignore_eos=True), begins=4 * i)
+        Reader(request(each, (1, 7, 3)[i], 40, ignore_eos=True), begins=4 * i)
         for i, each in enumerate(prompts)
     ]
     served = engine(name)

@@ -38,7 +38,8 @@ def loaded() -> Loaded:
 
 
 def engine(*, runs_ahead: bool = False, batching: bool = True, **changes: Any) -> TextEngine:
-    spec = small_spec(native_mtp=True, prefill_chunk=160, batching=batching, **changes)
+    fields = {"native_mtp": True, "prefill_chunk": 160, "max_draft_tokens": 7}
+    spec = small_spec(**fields, batching=batching, **changes)
     # Its clock counts looks at it: who shares a forward depends on turns alone.
     clock = itertools.count(1e-6, 1e-6).__next__
     text_engine = engine_of(loaded(), spec, runs_ahead=runs_ahead, clock=clock)
@@ -78,7 +79,7 @@ def test_joins_and_leaves_after_uneven_acceptance_leave_every_answer_its_own(
         sampling = draw.choice([GREEDY, GREEDY, SEEDED, PENALISED])
         engine_request = request(
             prompt(number, draw.choice([0, 5, 60, 130])),
-            draw.choice([1, 2, 3, 3]),
+            draw.choice([1, 2, 3, 7]),
             draw.randrange(6, 40),
             sampling=sampling,
             adaptive_draft=draw.random() < 0.2,
