@@ -12,13 +12,12 @@ from .cluster.node_exit import Outcome
 from .head_client import ClusterHead
 from .join.operations import JoinOperations
 from .local_node import LocalNode
-from .machine.awake import Awake
+from .machine.awake import Awake, WakeWatch
 from .machine.data_dir_lock import reachable
 from .machine.hardware import Hardware
 from .machine.interfaces import LOOPBACK
 from .machine.settings import Settings, environment, runner_environment
 from .machine.tasks import cancel
-from .machine.waking import WakeWatch
 from .node_api import NodeApi
 from .peering import PeerWiring
 from .placements.claims import Claims

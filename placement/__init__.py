@@ -17,7 +17,6 @@ ids.py: names that several processes use
 kv_bits.py: the bits of attention's caches in a placement
 library.py: cards from TOML files and config.json, with one sentence about the first fault
 options.py: the options of a placement, checked
-pace.py: estimates for models that a node has not measured, by those that it has
 plan.py: the choice
 reasons.py: the reasons of a choice, for a person
 sampling_values.py: the sampling that a publisher suggests, and where each value comes from

@@ -51,7 +51,7 @@ class NodeFacts:
     models: frozenset[ModelId] = frozenset()
     """On this node's disk, whole."""
     profile: LayerProfile | None = None
-    """Times of the model that is being placed; else they are estimated (`pace.py`)."""
+    """Times of the model that is being placed; else they are estimated (`cost.pace_of`)."""
     prefill_s: float = 0.0
     """A layer's forward over 512 rows of a prompt as this node probed it, or 0."""
     measured: tuple[MeasuredLayer, ...] = ()

@@ -1,6 +1,6 @@
 """This machine and process: settings, log, hardware, files, tasks. Imports no room of node/.
 
-awake.py: keeps the machine from sleeping while it answers
+awake.py: keeps the machine from sleeping while it answers; notices that it slept
 background_reads.py: files read beside the event loop, so that a disk that hangs does not block it
 data_dir_lock.py: the lock of a data folder, by which commands find its node
 events.py: the log of the cluster's events, one line each
@@ -19,5 +19,4 @@ settings.py: every flag and environment variable
 switches.py: switches of native MTP that change at run time
 tasks.py: background tasks that report their errors, and loops that restart
 timing.py: the periods, timeouts and backoffs of a node, in two profiles
-waking.py: notices that this machine slept
 """

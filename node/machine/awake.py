@@ -1,6 +1,8 @@
-"""Keeps the machine from going to sleep by itself while it works for somebody.
+"""Keeps the machine from sleeping while it works for somebody, and notices that it slept.
 
 A sleeping machine ends the answers that run on it, and its cluster notices only after a timeout.
+Afterwards other nodes have closed their connections, addresses may be others, and what waits for a
+timeout would wait for minutes.
 """
 
 import asyncio
@@ -11,7 +13,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final, Literal
 
 log = logging.getLogger(__name__)
@@ -29,6 +31,8 @@ _MOST_ENDS: Final = 5
 """A command that ended so often so soon was killed by no person: it does not work here."""
 _PASSING: Final = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 _MOST_STDERR: Final = 500
+_SLEPT_S: Final = 30.0
+"""Shorter pauses cut no connection of a cluster on a LAN; a busy machine has some of seconds."""
 
 
 def inhibitor(system: str, pid: int) -> tuple[str, ...]:
@@ -136,3 +140,29 @@ class Awake:
                 async with asyncio.timeout(_END_S):
                     _ = await process.wait()
                     return
+
+
+def seconds() -> float:
+    """A clock that runs while the machine sleeps, and that cannot be set."""
+    if sys.platform == "linux":
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.clock_gettime(time.CLOCK_MONOTONIC)  # it stands still on Linux only
+
+
+class WakeWatch:
+    """Calls `on_wake` with the seconds of each pause that was longer than half a minute."""
+
+    def __init__(
+        self, on_wake: Callable[[float], Awaitable[None]], clock: Callable[[], float] = seconds
+    ) -> None:
+        """`on_wake` waits for nothing: the watch does not look meanwhile."""
+        self._on_wake = on_wake
+        self._clock = clock
+
+    async def run(self) -> None:
+        before = self._clock()
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            before, passed = (now := self._clock()), now - before
+            if passed - _LOOK_EVERY_S >= _SLEPT_S:
+                await self._on_wake(passed)

@@ -7,13 +7,13 @@ from dataclasses import KW_ONLY, astuple, dataclass, replace
 from ...placement.card import ModelCard
 from ...placement.chunk import MOST
 from ...placement.cluster import ClusterView, LayerProfile, MeasuredLayer, NodeFacts, evened
+from ...placement.cost import lent
 from ...placement.drafting import EnabledState
 from ...placement.dtype_bytes import BYTES
 from ...placement.errors import ModelNotFound
 from ...placement.gpu_faults import limit_of
 from ...placement.ids import ModelId, NodeId
 from ...placement.library import not_here
-from ...placement.pace import lent
 from ...placement.split_refusal import MAY_BE_SPLIT, SplitRefusal
 from ...proto import peer_pb2 as pb
 from ..cluster.cluster import Cluster

@@ -2,16 +2,19 @@
 
 import asyncio
 import logging
+import shutil
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from ...placement.cluster import layer_range
 from ...placement.errors import PeerLost, PeerRefused, RemovalRefused
 from ...placement.ids import ModelId, NodeId, PlacementId
 from ...proto import peer_pb2 as pb
+from ...shard.checkpoint.prefix_files import files_below
 from ..cluster.cluster import Cluster
 from ..links.measurements import Profiling
 from ..machine.settings import Settings
@@ -22,12 +25,28 @@ from ..rpc.control_client import ControlClient
 from ..runners.runner_client import Endpoint, RunnerClient
 from ..runners.supervisor import Supervisor
 from ..store.fetching import ModelFetcher
-from ..store.prefix_folder import disk_bound, prefix_root
 from ..store.transfers import Progress as FilesProgress
 from .stage_specs import on_this_machine
 from .stages import Progress
 
 log = logging.getLogger(__name__)
+
+FREE_SHARE: Final = 10
+"""The default bound is the free space, divided by this."""
+MAX_DEFAULT_BYTES: Final = 20 * 10**9
+
+
+def prefix_root(data_dir: Path) -> Path:
+    """The folder of all prefixes of a node."""
+    return data_dir / "prefixes"
+
+
+def disk_bound(root: Path, gigabytes: float | None) -> int:
+    """Bytes that all files below `root` may have. `gigabytes`: the setting."""
+    if gigabytes is not None:
+        return int(gigabytes * 10**9)
+    own = sum(each.bytes for each in files_below(root))
+    return min(MAX_DEFAULT_BYTES, (shutil.disk_usage(root.parent).free + own) // FREE_SHARE)
 
 
 @dataclass(eq=False, repr=False)

@@ -1,6 +1,8 @@
-"""The progress of a runner that loads a stage, by its reports, its CPU time and ticks. Pure."""
+"""The progress of a runner that loads a stage, by its reports, its CPU time and ticks."""
 
 from typing import Final
+
+import psutil
 
 SLOWEST_BYTES_S: Final = 10_000_000
 """The reading speed by which a model's size lengthens the timeout: large ones take longer."""
@@ -13,6 +15,23 @@ COMPUTING: Final = 0.02
 """The share of a core from which on a process computes: one that only reports uses less."""
 NOTICE_S: Final = 5.0
 """The time between two notices to a person that the first report is still missing."""
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of the process, without its children's; 0.0 where it is gone."""
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.Error:
+        return 0.0
+    return times.user + times.system
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process: it neither computes nor waits for a disk."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.Error:
+        return False
 
 
 def idle_s(seconds: float, cpu_s: float) -> float:

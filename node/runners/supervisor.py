@@ -23,8 +23,7 @@ from ..machine.settings import LOAD_TIMEOUT_S
 from ..machine.tasks import cancel
 from ..machine.timing import Timing
 from ..trust.certificates import Credentials
-from .cpu_time import cpu_seconds, is_stopped
-from .load_watch import LoadWatch, idle_s
+from .load_watch import LoadWatch, cpu_seconds, idle_s, is_stopped
 from .runner_log import LAST_WORDS_S, relay
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,6 @@ listing.py: models as lists show them; a checkpoint's pre-flight
 model_folder.py: one model's folder: its origin, the files that count, its changes
 peer_copy.py: one model's files on their way from one peer
 places.py: where models are on this disk
-prefix_folder.py: the bound of the cached prefixes on this disk
 pulls.py: downloads that people asked for: followed, paused, resumed, cancelled
 sharing.py: the files that peers may copy
 sources.py: the peers that have a model, and what a placement would copy from them

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exo_node.placement.cluster import ClusterView, MeasuredLayer, NodeFacts
+from exo_node.placement.cost import lent, pace_of
 from exo_node.placement.ids import NodeId
-from exo_node.placement.pace import lent, pace_of
 
 GB = 10**9
 _BYTES = st.integers(1, 10**12)

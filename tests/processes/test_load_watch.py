@@ -17,8 +17,7 @@ from engines import last_spec
 from runners import eventually, on_answer, runner_host
 
 from exo_node.node.machine.timing import LAN
-from exo_node.node.runners.cpu_time import cpu_seconds
-from exo_node.node.runners.load_watch import SLOWEST_BYTES_S, LoadWatch
+from exo_node.node.runners.load_watch import SLOWEST_BYTES_S, LoadWatch, cpu_seconds
 from exo_node.node.runners.supervisor import RunnerHost, RunnerProcess, Supervisor
 from exo_node.placement.errors import LoadFailed
 from exo_node.proto import peer_pb2 as pb

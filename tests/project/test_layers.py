@@ -152,8 +152,8 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "node/cli/client.py",
     ),
     "llguidance": (
-        *("shard/text/grammars/grammar.py", "shard/text/grammars/grammars.py"),
-        "shard/text/grammars/number_bound.py",
+        "shard/text/grammars/grammar.py",
+        "shard/text/grammars/grammars.py",
     ),
     "regex": ("shard/text/tools/call_scanners.py",),
     "jinja2": ("shard/text/template.py",),

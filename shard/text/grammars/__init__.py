@@ -4,6 +4,4 @@ call_grammar.py: the grammar of a required tool call
 enforceable.py: JSON schemas without what grammars cannot take
 grammar.py: masks of the tokens that a grammar allows in an answer
 grammars.py: compiles grammars within limits
-lark.py: pieces of grammars: fixed text, control tokens, JSON documents
-number_bound.py: bounds the digits of JSON numbers
 """

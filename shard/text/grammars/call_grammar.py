@@ -6,6 +6,7 @@ as they do in vLLM.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -13,14 +14,51 @@ from ....placement.errors import InvalidRequest
 from ..tools.answer_format import HARMONY, call_format
 from ..tools.object_formats import DEEPSEEK_CALL, DEEPSEEK_MARKS, HERMES
 from ..tools.schemas import SchemaFault
-from .grammars import COMMENT
-from .lark import Words, json_document, quoted
+from .enforceable import enforceable
+from .grammars import COMMENT, SPACES
 
 FIELD: Final = "tool_choice"
 _MAX_CALLS: Final = 16
 _OPEN: Final = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties"}
 _LINE: Final = '"\\n"'
 Tool = Mapping[str, Any]
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def json_document(schema: Mapping[str, Any]) -> str:
+    """A JSON document with finite white space (`grammars.SPACES`).
+
+    Alternatives of `oneOf` that the library cannot distinguish are treated like `anyOf`. Raises
+    SchemaFault.
+    """
+    options = {"whitespace_pattern": SPACES, "coerce_one_of": True}
+    return f"%json {json.dumps({**enforceable(schema), 'x-guidance': options})}"
+
+
+class Words:
+    """Writes fixed text in Lark.
+
+    Text that is a token of its own is allowed as that token, which text cannot always spell, and as
+    text.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer` is mlx-lm's wrapper."""
+        added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items()}
+        self._added: dict[str, int] = {text: int(number) for text, number in added.items()}
+        longest_first = sorted(map(re.escape, self._added), key=len, reverse=True)
+        self._pattern = re.compile(f"({'|'.join(longest_first)})" if longest_first else "(?!)")
+
+    def __call__(self, text: str) -> str:
+        parts = [part for part in self._pattern.split(text) if part]
+        return " ".join(self._part(part) for part in parts)
+
+    def _part(self, part: str) -> str:
+        number = self._added.get(part)
+        return quoted(part) if number is None else f"(<[{number}]> | {quoted(part)})"
 
 
 def call_grammar(tokenizer: Any, request: str, tools: Sequence[Tool]) -> str:

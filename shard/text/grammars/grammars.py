@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 from ....placement.errors import InvalidRequest
 from .enforceable import UNIQUE, enforceable, unenforced
-from .grammar import Gate, TokenGrammar
-from .number_bound import NumberBound
+from .grammar import Gate, NumberBound, TokenGrammar
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits, LLTokenizer

@@ -16,8 +16,7 @@ HOME = "node/machine/timing.py"
 
 CONSTANTS = {
     # Timeouts of one call outside the cluster, or of a measurement, and a protocol's own time.
-    "node/machine/awake.py": {"_END_S", "_LINGER_S", "_LOOK_EVERY_S", "_SOON_S"},
-    "node/machine/waking.py": {"_LOOK_EVERY_S", "_SLEPT_S"},
+    "node/machine/awake.py": {"_END_S", "_LINGER_S", "_LOOK_EVERY_S", "_SLEPT_S", "_SOON_S"},
     "node/machine/local_network.py": {"_LOOK_EVERY_S"},
     "node/machine/hardware.py": {"_COMMAND_TIMEOUT_S"},
     "node/machine/private_files.py": {"_PAUSE_S"},

@@ -7,8 +7,8 @@ import time
 import pytest
 from loops import until
 
-from exo_node.node.machine import waking
-from exo_node.node.machine.waking import WakeWatch, seconds
+from exo_node.node.machine import awake
+from exo_node.node.machine.awake import WakeWatch, seconds
 
 
 class Clock:
@@ -36,7 +36,7 @@ class Clock:
 async def test_a_long_pause_is_a_sleep(
     monkeypatch: pytest.MonkeyPatch, pauses: dict[int, float], slept: list[float]
 ) -> None:
-    monkeypatch.setattr(waking, "_LOOK_EVERY_S", 0)
+    monkeypatch.setattr(awake, "_LOOK_EVERY_S", 0)
     clock, wakings = Clock(), list[float]()
 
     async def woke(seconds: float) -> None:

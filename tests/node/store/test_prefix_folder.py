@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from exo_node.node.store.prefix_folder import MAX_DEFAULT_BYTES, disk_bound, prefix_root
+from exo_node.node.placements.stage_runners import MAX_DEFAULT_BYTES, disk_bound, prefix_root
 
 GB = 10**9
 

@@ -10,9 +10,14 @@ import pytest
 from models import DEMO
 
 from exo_node.shard.text.codec import TextCodec
-from exo_node.shard.text.grammars.grammar import Gate, TokenGrammar
+from exo_node.shard.text.grammars.grammar import (
+    DECIMALS,
+    EXPONENT_DIGITS,
+    WHOLE_DIGITS,
+    Gate,
+    TokenGrammar,
+)
 from exo_node.shard.text.grammars.grammars import GrammarSpec
-from exo_node.shard.text.grammars.number_bound import DECIMALS, EXPONENT_DIGITS, WHOLE_DIGITS
 
 CODEC = TextCodec.load(DEMO)
 ENDS = frozenset(CODEC.end_tokens)
