@@ -12,9 +12,8 @@ plan_wire.py: plans on the wire, as every runner carries them
 planner_view.py: what the planner sees of the live nodes
 planning.py: the planner as the reconciler asks it
 reconcile.py: what the head does next; pure
-replicas.py: further placements of a model: how many, where, or why not; pure
+replicas.py: placements of one model: how many, where, or why not; which one answers; pure
 room.py: room for one more model, which others give; pure
-routing.py: the replica for a new answer; pure
 situation.py: the observed state as questions; pure
 stage_actions.py: loads, connects, pings and ends runners; notes those that are lost
 stage_runners.py: the runners of stages, on this node and others

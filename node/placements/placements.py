@@ -19,9 +19,8 @@ from .observations import Observations
 from .placement_records import PlacementRecords
 from .planning import PlannerView
 from .reconcile import reconcile
-from .replicas import replica_refusal
+from .replicas import admit, replica_refusal
 from .room import free_with_evictions
-from .routing import admit
 from .situation import Situation
 from .stage_actions import StageActions
 from .stages import Facts, Stages

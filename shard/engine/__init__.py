@@ -6,7 +6,6 @@ compute.py: the one thread that owns MLX
 drafter.py: drafts for the requests of a batch
 engine.py: the loop: plan, issue, read, commit, deliver
 executor.py: carries out steps on this node's device
-grouping.py: the groups of decoding requests that share forwards
 issued_round.py: a round in flight, and its outcome
 loop_guard.py: ends an answer that repeats itself
 measuring.py: measurements of a stage while it has nothing else to compute

@@ -1,6 +1,5 @@
 """Our own kernels, each tried against MLX's before it is used, and the compilation of both.
 
-alias.py: eight bytes that replace a kernel's code in its launches
 attention_choice.py: chooses the attention of a few rows
 chunked_delta.py: the gated delta rule over a prompt in plain MLX operations
 code_store.py: machine code on disk

@@ -24,8 +24,7 @@ from ..http.routes import ApiRoute
 from ..http.sse import named_event
 from ..openai.openai_api import call_id
 from ..shared.answering import Answering, read
-from ..shared.sampling_schema import generation
-from ..shared.structured_schema import one_grammar
+from ..shared.sampling_schema import generation, one_grammar
 from .messages_schema import MessagesBody
 
 _SIGNATURE: Final = "exo-node"

@@ -11,8 +11,7 @@ from ...chat.images import Content, latest_user_turn
 from ..http.bodies import NoEffect, TolerantBody
 from ..shared.history import MAX_MESSAGES, NOTHING_TO_READ, History, HistoryBody, role_of
 from ..shared.message_parts import Part, PartList, Parts, content_for_template, thoughts_of
-from ..shared.sampling_schema import UINT32, AnswerBody, StopStrings, TopK
-from ..shared.structured_schema import schema_grammar
+from ..shared.sampling_schema import UINT32, AnswerBody, StopStrings, TopK, schema_grammar
 from ..shared.thinking_schema import ThinkingWish, thinking_options
 from ..shared.tool_schema import MAX_TOOLS, required_call, schemas_text, tool_for_template
 

@@ -13,8 +13,15 @@ from ..http.keep_alive import KeepAlive
 from ..shared.chat_message import ChatMessage
 from ..shared.history import MAX_MESSAGES
 from ..shared.message_parts import image_of_base64
-from ..shared.sampling_schema import UINT32, AnswerBody, Stop, TopK, explicit_values, sampling_of
-from ..shared.structured_schema import schema_grammar
+from ..shared.sampling_schema import (
+    UINT32,
+    AnswerBody,
+    Stop,
+    TopK,
+    explicit_values,
+    sampling_of,
+    schema_grammar,
+)
 from ..shared.thinking_schema import thinking_options
 from ..shared.tool_schema import MAX_TOOLS, Tool
 

@@ -21,8 +21,7 @@ from ..http.sse import data
 from ..shared.chat_message import messages_for_template
 from ..shared.choices import ChoiceStream
 from ..shared.history import History
-from ..shared.sampling_schema import generation
-from ..shared.structured_schema import one_grammar
+from ..shared.sampling_schema import generation, one_grammar
 from .completion_logprobs import finite
 from .openai_schema import ChatBody
 

@@ -29,8 +29,7 @@ from ..http.dialects import INPUT_TOKENS_PATH, RESPONSES_PATH, Exchange
 from ..http.long_bodies import json_response, off_the_loop
 from ..http.routes import ApiRoute
 from ..shared.answering import Answering
-from ..shared.sampling_schema import generation
-from ..shared.structured_schema import one_grammar
+from ..shared.sampling_schema import generation, one_grammar
 from .response_memory import PREVIOUS, Json, ResponseMemory, pack
 from .response_renderer import ResponseRenderer
 from .responses_schema import InputItem, ResponsesBody

@@ -11,8 +11,7 @@ from ...chat.images import Content, latest_user_turn
 from ..http.bodies import NoEffect, TolerantBody
 from ..shared.history import History, HistoryBody, role_of
 from ..shared.message_parts import Parts, content_for_template, plain_text
-from ..shared.sampling_schema import UINT32, AnswerBody
-from ..shared.structured_schema import schema_grammar
+from ..shared.sampling_schema import UINT32, AnswerBody, schema_grammar
 from ..shared.thinking_schema import Effort, thinking_options
 from ..shared.tool_schema import MAX_TOOLS, ToolChoice, required_call, tool_name
 from .response_memory import PREVIOUS

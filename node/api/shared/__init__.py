@@ -8,7 +8,6 @@ inputs_schema.py: texts and token ids in place of messages
 message_parts.py: the parts of a message in every dialect that has parts, images among them
 profile_file.py: a person's names for models with settings of their own, and requests to them
 sampling_schema.py: the fields of requests for answers, and the request that they make
-structured_schema.py: the form that a request wants its answer in
 thinking_schema.py: how much a model should think, in the fields of each dialect
 tool_schema.py: tools as a request declares them, and those that a model may or must call
 """

@@ -7,7 +7,7 @@ import pytest
 from small_planner import ONE, runner, runners
 from test_reconcile import ELSEWHERE, LOADED, NOW, UNCONNECTED, WHOLE, Case, P, Q, wish
 
-from exo_node.node.placements.routing import ReplicaRoute, admit
+from exo_node.node.placements.replicas import ReplicaRoute, admit
 from exo_node.node.placements.state import Demand, Epoch, StageRunner
 from exo_node.placement.ids import PlacementId
 from exo_node.proto import peer_pb2 as pb

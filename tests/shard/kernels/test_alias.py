@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from emulated import compiler
 
-from exo_node.shard.kernels.alias import alias_of, hash_of
+from exo_node.shard.kernels.cuda import alias_of, hash_of
 
 PROGRAM = """
 #include <fstream>
