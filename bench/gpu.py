@@ -112,7 +112,7 @@ def _options() -> argparse.Namespace:
     _ = parser.add_argument(
         "--acceptance",
         type=lambda text: tuple(float(each) for each in text.split(",")),
-        help="share of drafts accepted at K = 1, 2, ..; default: as published for the shape",
+        help="share of drafts accepted at K = 1, 2, ..., the largest K; default: as published",
     )
     _ = parser.add_argument("--json")
     return parser.parse_args()
@@ -156,12 +156,13 @@ def _shape(name: str, bits: int, plan: ShapePlan) -> dict[str, Any]:
 def _arm(
     subject: ShapeModel, plan: ShapePlan, contexts: Sequence[int], batches: Sequence[int]
 ) -> dict[str, Any]:
-    measured = subject.measure(ShapeVariant())
+    depth = len(plan.acceptance)
+    measured = subject.measure(ShapeVariant(), depth)
     print(json.dumps(measured), flush=True)
     arm: dict[str, Any] = {key: measured[key] for key in ("kernels", "plain_tok_s", "ttft_off_s")}
     arm |= _speedups(measured, plan.acceptance)
     if set(measured["kernels"]) >= COUNTS_ON_DEVICE:
-        ahead = subject.measure(ShapeVariant(ahead=1))
+        ahead = subject.measure(ShapeVariant(ahead=1), depth)
         print(json.dumps(ahead), flush=True)
         arm["ahead"] = _speedups(ahead, plan.acceptance)
     arm["host"] = {str(rows): _host(subject, plan.prompt, rows, plan.repeats) for rows in (1, 4)}
@@ -181,7 +182,7 @@ def _arm(
 def _speedups(measured: dict[str, Any], acceptance: Sequence[float]) -> dict[str, Any]:
     """Costs of rounds for each K, and the resulting speed at that acceptance."""
     speeds: dict[str, Any] = {}
-    for k, share in enumerate(acceptance[:3], start=1):
+    for k, share in enumerate(acceptance, start=1):
         costs = measured[f"K={k}"]
         cost = share * costs["accepted_all_steps"] + (1 - share) * costs["accepted_none_steps"]
         speeds[f"K={k}"] = costs | {

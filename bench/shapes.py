@@ -173,8 +173,9 @@ class ShapeModel:
         self._first_plain, self._plain = self._run(ShapeVariant(), self.head, 0, True)
         return chosen
 
-    def measure(self, variant: ShapeVariant) -> dict[str, Any]:
-        """Costs in plain steps of the unpadded model, the reference of speed-ups as well."""
+    def measure(self, variant: ShapeVariant, depth: int = 3) -> dict[str, Any]:
+        """Costs of rounds of 1 to `depth` drafts, in plain steps of the unpadded model, which are
+        the reference of speed-ups as well."""
         head = self._head_of(variant)
         self._run(variant, head, 1, True)
         first, step = self._run(variant, head, 0, True)
@@ -192,7 +193,7 @@ class ShapeModel:
             "ttft_off_s": round(self._first_plain, 3),
             "ttft_s": round(first, 3),
         }
-        for k in (1, 2, 3):
+        for k in range(1, depth + 1):
             result[f"K={k}"] = self._round(variant, head, k)
         return result
 
@@ -205,8 +206,8 @@ class ShapeModel:
             "accepted_none_steps": round(none / plain, 3),
             "ttft_s": round(first, 3),
         }
-        if self._name in PUBLISHED:
-            share = PUBLISHED[self._name][k - 1]
+        if k <= len(shares := PUBLISHED.get(self._name, ())):
+            share = shares[k - 1]
             tokens = 1 + share * k
             cost = share * full + (1 - share) * none
             row["published_tokens_per_round"] = round(tokens, 3)

@@ -166,17 +166,19 @@ class TestMap:
             yield group
 
 
-def examine(
-    fault: Fault, copy: Copy, last_catch: str | None, lines: TestMap, effort: str
-) -> Verdict:
-    """Looks for a test that fails with the fault and passes without it, in the core at first."""
-    last = [[last_catch]] if last_catch and _is_there(last_catch) else []
+def examine(fault: Fault, copy: Copy, last: Verdict, lines: TestMap, effort: str) -> Verdict:
+    """Looks for a test that fails with the fault and passes without it: the one of last time, then
+    the core, then the others."""
+    slow = [last.other] if effort == "all" and last.other and _is_there(last.other) else []
+    if slow and (caught := noticed_by(slow, fault, copy, lines, only_core=False)):
+        return Verdict(None, caught)
+    known = [[last.core]] if last.core and _is_there(last.core) else []
     folder = [[_mirror(fault)]]
     processes = [] if effort == "in-process" else [PROCESSES]
-    for tests in (*last, *(list(lines.tries(fault)) or folder), *processes):
+    for tests in (*known, *(list(lines.tries(fault)) or folder), *processes):
         if caught := noticed_by(tests, fault, copy, lines, only_core=True):
             return Verdict(caught)
-    for tests in (*last, *folder, *processes) if effort == "all" else ():
+    for tests in (*folder, *processes) if effort == "all" else ():
         if caught := noticed_by(tests, fault, copy, lines, only_core=False):
             return Verdict(None, caught)
     return Verdict(None)
@@ -273,14 +275,8 @@ def main() -> int:
         def run(fault: Fault) -> tuple[Fault, Verdict]:
             copy = copies.get()
             try:
-                last = recorded.get(fault.name, {})
-                return fault, examine(
-                    fault,
-                    copy,
-                    last.get("core") or last.get("other"),
-                    lines,
-                    args.effort,
-                )
+                last = Verdict(**recorded.get(fault.name, {"core": None}))
+                return fault, examine(fault, copy, last, lines, args.effort)
             finally:
                 copies.put(copy)
 
