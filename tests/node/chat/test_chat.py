@@ -86,11 +86,11 @@ def test_the_delta_says_how_many_of_its_ids_were_drafted() -> None:
 
 
 POLICIES: list[tuple[int | None, DraftPolicy | None, bool, tuple[int, bool]]] = [
-    (None, None, True, (3, True)),
+    (None, None, True, (7, True)),
     (None, None, False, (2, False)),
     (3, None, True, (3, False)),
     (3, "adaptive", False, (3, True)),
-    (None, "adaptive", False, (3, True)),
+    (None, "adaptive", False, (7, True)),
     (None, "fixed", True, (2, False)),
     (3, "fixed", True, (3, False)),
     (0, "adaptive", True, (0, False)),
@@ -199,7 +199,7 @@ def test_a_lost_attempt_is_followed_by_one_that_begins_after_what_was_handed_out
     assert (first.attempt, second.attempt) == (1, 2)
     assert [list(r.tokens) for r in second.replay] == [[1], [2, 3]]
     assert list(second.token_ids.ids) == [7, 8, 9], "the prompt is not rendered again"
-    assert (second.drafting.num_draft_tokens, second.drafting.adaptive_draft) == (3, True), (
+    assert (second.drafting.num_draft_tokens, second.drafting.adaptive_draft) == (7, True), (
         "as the first attempt"
     )
     text = [event.text for event in events if isinstance(event, TextDelta)]
