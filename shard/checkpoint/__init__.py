@@ -6,8 +6,7 @@ embedders.py: what an encoder computes, and how an embedder pools
 files.py: small files, replaced whole or not at all; the node's, too
 generation_config.py: the publisher's sampling and end tokens
 gguf_file.py: the header of a GGUF file: its values and tensors
-head_layouts.py: by which names MTP heads are stored
-head_tensors.py: where a native MTP head lies in a checkpoint
+head_tensors.py: where a native MTP head lies in a checkpoint, and by which names
 headers.py: one safetensors header, checked; small files, and those that a model need not have
 model_classes.py: the model types that there are classes of
 prefix_files.py: files of cached prefixes: on disk, their bound, and from another runner

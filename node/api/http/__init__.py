@@ -8,7 +8,6 @@ dialects.py: what a dialect is: a body, its parser, a renderer, errors; and whic
 drain.py: a node that stops: it refuses new work and waits for requests in progress
 errors.py: the error tree as HTTP answers
 guard.py: Host, Origin, key, body size: the checks before a handler runs
-keep_alive.py: how long a model stays loaded after a request
 long_bodies.py: answers of any length, encoded piece by piece
 origins.py: pages of other origins that may use the node
 routes.py: routes that carry their body, query and media type

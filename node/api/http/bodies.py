@@ -7,6 +7,7 @@ dropped and named, in a header of the answer and once in the log.
 import difflib
 import json
 import logging
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar, cast
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     PrivateAttr,
     ValidationError,
     ValidationInfo,
@@ -28,6 +31,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from starlette.requests import Request
 
 from ....placement.errors import InvalidRequest, UnsupportedParameter
+from ...machine.setting_values import duration_s
 from .long_bodies import INLINE_BYTES, off_the_loop
 from .strict_json import brief, decode
 
@@ -300,3 +304,27 @@ def _header_value(names: list[str]) -> str:
     """Clients choose the names: they are escaped, and spaces removed from the value's ends."""
     text = ", ".join(json.dumps(name)[1:-1] for name in names)
     return text.replace('\\"', "'")[:1024].strip()
+
+
+def _as_duration(value: Any) -> Any:
+    if value is None or value == "":
+        return None
+    if not isinstance(value, str | int | float) or isinstance(value, bool):
+        raise PydanticCustomError("duration", "should be a duration such as 5m, 0 or -1")
+    try:
+        return duration_s(value)
+    except ValueError as fault:
+        raise PydanticCustomError("duration", "{why}", {"why": str(fault)}) from None
+
+
+def _as_json(seconds: float | None) -> float | None:
+    """JSON has no infinity; to Ollama -1 is for ever."""
+    return -1 if seconds is not None and math.isinf(seconds) else seconds
+
+
+KeepAlive = Annotated[
+    Annotated[float, Field(allow_inf_nan=True)] | None,
+    BeforeValidator(_as_duration, json_schema_input_type=str | float | None),
+    PlainSerializer(_as_json, return_type=float | None),
+]
+"""Seconds that a model stays loaded; infinity: for ever; None: the node's setting applies."""

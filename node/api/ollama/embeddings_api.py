@@ -13,9 +13,8 @@ from ....mtp.types import Sampling
 from ....placement.ids import ModelId, RequestId
 from ....proto import peer_pb2 as pb
 from ...chat.requests import Finished, GenerationRequest, Part, embeddings_of
-from ..http.bodies import NoEffect, StrictBody, TolerantBody, unknown_fields
+from ..http.bodies import KeepAlive, NoEffect, StrictBody, TolerantBody, unknown_fields
 from ..http.dialects import Dialect, Exchange, WholeAnswer
-from ..http.keep_alive import KeepAlive
 from ..shared.inputs_schema import AnyInput, inputs_of, wrong
 from ..shared.sampling_schema import ModelName
 from .ollama_schema import OllamaName, OllamaOptions

@@ -8,8 +8,7 @@ from ....mtp.types import Sampling
 from ....placement.errors import InvalidRequest, UnsupportedParameter
 from ....proto.peer_pb2 import Grammar
 from ...chat.images import content_of
-from ..http.bodies import NoEffect, TolerantBody
-from ..http.keep_alive import KeepAlive
+from ..http.bodies import KeepAlive, NoEffect, TolerantBody
 from ..shared.chat_message import ChatMessage
 from ..shared.history import MAX_MESSAGES
 from ..shared.message_parts import image_of_base64

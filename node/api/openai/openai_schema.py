@@ -12,8 +12,7 @@ from typing import Annotated, Any, ClassVar, Final, Self
 from pydantic import Field, field_validator, model_validator
 
 from ....proto.peer_pb2 import Grammar
-from ..http.bodies import Ignored, NoEffect, StrictBody, unsupported
-from ..http.keep_alive import KeepAlive
+from ..http.bodies import Ignored, KeepAlive, NoEffect, StrictBody, unsupported
 from ..http.strict_json import encode
 from ..shared.chat_message import ChatMessage
 from ..shared.choices import MAX_CHOICES

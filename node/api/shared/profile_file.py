@@ -22,8 +22,7 @@ from ....proto import peer_pb2 as pb
 from ....proto.fields import completed, filled
 from ...chat.requests import GenerationRequest
 from ...machine.background_reads import BackgroundRead, read_regular
-from ..http.bodies import validated
-from ..http.keep_alive import KeepAlive
+from ..http.bodies import KeepAlive, validated
 from .sampling_schema import SamplingBody
 from .thinking_schema import Effort, TemplateKwargs, merge_options, thinking_options
 
