@@ -8,7 +8,6 @@ config.py: a checkpoint's config.json, read as hostile input
 context.py: the context length where none is requested
 cost.py: bytes on a node, and seconds a token of a list of stages
 drafting.py: whether a request drafts, with the reason
-dtype.py: the dtype that a placement computes in
 dtype_bytes.py: bytes of one number, by dtype
 errors.py: the error tree, drawn in its docstring
 fitting.py: whether a model fits, for lists of models
@@ -22,5 +21,5 @@ reasons.py: the reasons of a choice, for a person
 sampling_values.py: the sampling that a publisher suggests, and where each value comes from
 search.py: the cheapest pipeline, exact for up to eight nodes
 split_refusal.py: the layers at which a model may be split
-weighing.py: all candidates ranked, over every dtype
+weighing.py: the dtypes that a placement may compute in, and all candidates ranked over them
 """

@@ -9,7 +9,6 @@ from .chunk import MOST, chunk_limit, prefill_chunk, prefill_seconds
 from .cluster import ClusterView, StageAssignment
 from .context import LEAST, context_reason, fitting_context, longest_context
 from .cost import ModelSizes, layer_seconds, seconds_per_token
-from .dtype import CHECKPOINTS
 from .errors import InsufficientMemory
 from .ids import ModelId
 from .kv_bits import UNQUANTISED, KvBits, cached_in, choose_kv_bits
@@ -23,7 +22,7 @@ from .reasons import (
     with_context,
 )
 from .split_refusal import EMBEDDER, MAY_BE_SPLIT, SplitRefusal
-from .weighing import PlanRequest, Ranking, WeighedCandidate, rank, weigh_manual_split
+from .weighing import CHECKPOINTS, PlanRequest, Ranking, WeighedCandidate, rank, weigh_manual_split
 
 _PREFILL_GAIN = 16
 """A row of a prompt takes at most that part of a decoded one, where nothing was measured."""

@@ -2,8 +2,7 @@
 
 frames.py: tensor frames: cut, checked, joined
 link.py: the first stage's connection to the others, and the blocks in flight there
-ring.py: the first stage's end of the streams
+ring.py: gRPC streams between runners, and the first stage's end of them
 seen_attempts.py: refuses frames of old attempts
 stage_queue.py: the order of jobs for a stage's compute thread
-streams.py: gRPC streams between runners
 """

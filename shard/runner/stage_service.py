@@ -13,8 +13,7 @@ from ...proto import peer_pb2_grpc
 from ..model.stage_limits import StageLimits
 from ..pipeline.frames import Assembler, HiddenBlock, check_envelope, members_of
 from ..pipeline.link import Key
-from ..pipeline.ring import Ring
-from ..pipeline.streams import Address, OutgoingStream
+from ..pipeline.ring import Address, OutgoingStream, Ring
 from .refusal import Context, refuse
 from .runner_service import EpochFence
 

@@ -25,7 +25,7 @@ from exo_node.placement.errors import PeerLost
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc
 from exo_node.shard.pipeline.frames import BlockMember, HiddenBlock, cut
-from exo_node.shard.pipeline.streams import Address, OutgoingStream
+from exo_node.shard.pipeline.ring import Address, OutgoingStream
 
 BOUNDS, HIDDEN, CHUNK = (0, 2, LAYERS), 64, 8
 TOKENS = 24

@@ -132,7 +132,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "grpc": (
         "proto/*_pb2_grpc.py",
         "proto/checked_calls.py",
-        "shard/pipeline/streams.py",
+        "shard/pipeline/ring.py",
         "shard/runner/*",
         "node/rpc/*",
         "node/runners/runner_client.py",

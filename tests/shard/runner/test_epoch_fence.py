@@ -7,7 +7,7 @@ import pytest
 
 from exo_node.placement.errors import InvalidRequest
 from exo_node.proto import peer_pb2 as pb
-from exo_node.shard.pipeline.streams import Address
+from exo_node.shard.pipeline.ring import Address
 from exo_node.shard.runner import stage_service
 from exo_node.shard.runner.runner_service import EpochFence
 from exo_node.shard.runner.stage_service import NextStage
