@@ -4,13 +4,12 @@ claims.py: which answers run on a placement, and who holds one
 head_watch.py: begins and ends this node's time as the head; a pass each second
 loaded_placement.py: one placement as the rest of the node reads it
 local_model.py: one model by name or folder, for commands that load it without a node
-model_cards.py: cards of the models that run or are desired
 observations.py: what the head remembers between two passes: runners and failures
 placement_records.py: placements made of runners, and the events about them
 placements.py: the loop: observes, reconciles, performs; requests and losses come in here
 plan_wire.py: plans on the wire, as every runner carries them
 planner_view.py: what the planner sees of the live nodes
-planning.py: the planner as the reconciler asks it
+planning.py: the planner as the reconciler asks it, and the cards of what it may plan
 reconcile.py: what the head does next; pure
 replicas.py: placements of one model: how many, where, or why not; which one answers; pure
 room.py: room for one more model, which others give; pure

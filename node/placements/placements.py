@@ -14,10 +14,9 @@ from ..cluster.desired import NEVER, Desired, DesiredPlacements
 from ..machine.events import EventLog
 from ..machine.timing import Timing
 from .loaded_placement import LoadedPlacement
-from .model_cards import ModelCards
 from .observations import Observations
 from .placement_records import PlacementRecords
-from .planning import PlannerView
+from .planning import ModelCards, PlannerView
 from .reconcile import reconcile
 from .replicas import admit, replica_refusal
 from .room import free_with_evictions
