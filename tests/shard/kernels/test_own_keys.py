@@ -130,6 +130,22 @@ def test_blocks_that_agree_at_some_keys_by_chance_are_not_believed(window: int) 
     assert found == dict.fromkeys(contexts, 0)
 
 
+@dataclass(frozen=True, slots=True)
+class OfMasks(Chip):
+    """A chip on which masked rows, as beside a longer request, have a kernel of their own."""
+
+    def attention(
+        self, rows: int, keys: int, group: int, size: int, *, masked: bool, sinks: bool
+    ) -> tuple[str, int]:
+        return ("masked", 8) if masked else ("one pass", 32)
+
+
+def test_rows_beside_a_longer_request_are_compared_too() -> None:
+    with on_chip(OfMasks("of masks", 15, "g")):
+        assert differing(layer_of(2, 0, remedy=False), 2, 0, 24)
+        assert not differing(layer_of(2, 0, remedy=True), 2, 0, 24)
+
+
 @pytest.mark.parametrize("group", [2, 8])
 @pytest.mark.parametrize("window", WINDOWS)
 def test_rows_of_windows_too(chip: Chip, group: int, window: int) -> None:
