@@ -86,7 +86,7 @@ def test_layers_are_timed_once_on_each_node_and_planned_with(pair: tuple[Node, N
         [times] = each["layers"]
         assert (times["model"], times["dtype"]) == ("demo", "float32")
         assert 0 < times["decode_s"] < times["prefill_s"] < 60
-        assert (times["verify_rows"], times["prefill_rows"]) == (4, 512)
+        assert (times["verify_rows"], times["prefill_rows"]) == (8, 512)
         assert (times["tail_s"] is not None) == (each["id"] == generator)
     written_at = files(one, "layers"), files(two, "layers")
     assert one.call("POST", "/v1/placements", body).status == 200
