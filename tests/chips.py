@@ -180,6 +180,12 @@ def _set_attention(functions: dict[Any, Any]) -> None:
         setattr(module, stock.__name__, function)
 
 
+# MLX's own, since a chip may begin within the block of another, whose deviations are not its own.
+_MATMUL, _QUANTIZED_MATMUL = mx.array.__matmul__, mx.quantized_matmul
+_GATHER_MM, _GATHER_QMM = mx.gather_mm, mx.gather_qmm
+_ATTENTION = mx.fast.scaled_dot_product_attention
+
+
 def replace_kernels(chip: Chip, deviation: float) -> None:
     """Replaces MLX's products and attention in this process by those of `chip`.
 
@@ -188,14 +194,12 @@ def replace_kernels(chip: Chip, deviation: float) -> None:
     row_groups.may_depend_on_rows = lambda: True
     kernels = _Kernels(chip, deviation)
     row_groups.seconds_of = kernels.seconds_of
-    matmul = mx.array.__matmul__
-    mx.array.__matmul__ = lambda x, w: kernels.matmul(matmul, x, w)
+    mx.array.__matmul__ = lambda x, w: kernels.matmul(_MATMUL, x, w)
     mx.addmm = kernels.addmm
-    mx.quantized_matmul = kernels.wrapped_quantised(mx.quantized_matmul)
-    mx.gather_mm = kernels.wrapped_gather(mx.gather_mm)
-    mx.gather_qmm = kernels.wrapped_gather_quantised(mx.gather_qmm)
-    attend = mx.fast.scaled_dot_product_attention
-    mx.fast.scaled_dot_product_attention = kernels.wrapped_attention(attend)
+    mx.quantized_matmul = kernels.wrapped_quantised(_QUANTIZED_MATMUL)
+    mx.gather_mm = kernels.wrapped_gather(_GATHER_MM)
+    mx.gather_qmm = kernels.wrapped_gather_quantised(_GATHER_QMM)
+    mx.fast.scaled_dot_product_attention = kernels.wrapped_attention(_ATTENTION)
 
 
 class _Kernels:
