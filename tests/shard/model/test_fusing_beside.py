@@ -61,7 +61,8 @@ TESTS = Path(__file__).parents[2]
 
 def beside(tmp_path: Path, wrong: str = "", path: str = "") -> tuple[dict[str, int], str]:
     """What a process finds that answers while MLX compiles, and its log."""
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(TESTS)}
+    paths = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": paths}
     if path:
         environment["PATH"] = path
     process = subprocess.run(
