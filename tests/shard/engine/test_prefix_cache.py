@@ -69,6 +69,12 @@ def test_a_prompt_is_found_by_who_asked_it_alone_and_answers_do_not_differ(stage
     assert key_of([1, 2], 0, 2, alice) != key_of([odd, 1, 2], 0, 3)
 
 
+def test_an_engine_that_keeps_nothing_reads_prompts_by_the_same_forwards() -> None:
+    """Else an answer that continues there would have other numbers."""
+    asked = request(FIRST, 3, TOKENS, top_logprobs=0)
+    assert answer(engine(room=0), asked).rounds == answer(engine(), asked).rounds
+
+
 @pytest.mark.smoke
 def test_what_is_kept_after_a_prefix_is_what_a_cold_prompt_leaves() -> None:
     """Caches, the head's, and the hidden states that it is yet to read: bit for bit."""
