@@ -144,6 +144,11 @@ def environment() -> dict[str, str]:
     return {"EXO_MEASURE_AT_LOAD": "1", **inherited}
 
 
+def python_path(folder: Path) -> str:
+    """PYTHONPATH with a folder first, and after it a copy in which a fault is seeded."""
+    return os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+
+
 def start_process(
     data_dir: Path,
     *flags: str,

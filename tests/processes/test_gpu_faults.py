@@ -13,7 +13,7 @@ from urllib.request import urlopen
 import pytest
 from listening import events
 from models import make_checkpoint
-from nodes import Node, eventually, node
+from nodes import Node, eventually, node, python_path
 
 WITHIN_S = 120.0
 PROMPT = "Tell me of the river and of the mill that it drives. " * 60
@@ -100,7 +100,7 @@ def started(folder: Path, models: Path) -> Generator[Faults]:
     _ = (folder / "site" / "sitecustomize.py").write_text(FAULTY)
     _ = (folder / "site" / "fault").write_text("off 999999 -")
     flags = ("--no-mdns", "--offline", "--dtype", "float32", "--models-dir", str(models))
-    env = {"PYTHONPATH": str(folder / "site")}
+    env = {"PYTHONPATH": python_path(folder / "site")}
     with node(folder / "node", *flags, env=env, sound=False) as running:
         yield Faults(running, folder / "site" / "fault")
 

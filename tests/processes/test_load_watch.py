@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from engines import last_spec
+from nodes import python_path
 from runners import eventually, on_answer, runner_host
 
 from exo_node.node.machine.timing import LAN
@@ -61,7 +62,7 @@ def faulty(folder: Path, fault: str, **changes: Any) -> RunnerHost:
     """Its runners run `fault` before anything else."""
     _ = (folder / "sitecustomize.py").write_text(fault)
     host = runner_host()
-    environment = {**host.environment, "PYTHONPATH": str(folder)}
+    environment = {**host.environment, "PYTHONPATH": python_path(folder)}
     return replace(host, environment=environment, **changes)
 
 

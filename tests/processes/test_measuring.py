@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from engines import STORY
 from models import make_checkpoint
-from nodes import Node, copy_key, eventually, grpc_address, node, sees
+from nodes import Node, copy_key, eventually, grpc_address, node, python_path, sees
 
 from exo_node.shard.model.fusing import may_begin_unfused
 
@@ -176,7 +176,7 @@ class Pieces:
         _ = (folder / "sitecustomize.py").write_text(SLOW_PIECES)
         self._count = folder / "pieces"
         self._count.touch()
-        self.env = {"EXO_MEASURE_AT_LOAD": "0", "PYTHONPATH": str(folder)}
+        self.env = {"EXO_MEASURE_AT_LOAD": "0", "PYTHONPATH": python_path(folder)}
 
     def wait_for_more(self) -> None:
         """Returns in the middle of a measurement, with more pieces to come."""

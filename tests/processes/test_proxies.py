@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from nodes import chat_body, node
+from nodes import chat_body, node, python_path
 
 PROXIES: tuple[str, ...] = ("http_proxy", "https_proxy", "grpc_proxy")
 
@@ -84,7 +84,7 @@ options.CHANNEL_OPTIONS = tuple(o for o in options.CHANNEL_OPTIONS if "http_prox
 
 def test_a_request_whose_runner_no_call_reaches_ends_with_the_reason(tmp_path: Path) -> None:
     _ = (tmp_path / "sitecustomize.py").write_text(BEHIND_A_PROXY)
-    env = {"PYTHONPATH": str(tmp_path), "http_proxy": "http://127.0.0.1:9"}
+    env = {"PYTHONPATH": python_path(tmp_path), "http_proxy": "http://127.0.0.1:9"}
     with node(tmp_path / "n", "--no-mdns", env=env) as running:
         reply = running.call("POST", "/v1/chat/completions", chat_body("Hello"))
         assert reply.status == 503, reply

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from broken_compiler import BROKEN, needs_gxx
+from nodes import python_path
 
 from exo_node.shard.model import fusing
 
@@ -61,8 +62,8 @@ TESTS = Path(__file__).parents[2]
 
 def beside(tmp_path: Path, wrong: str = "", path: str = "") -> tuple[dict[str, int], str]:
     """What a process finds that answers while MLX compiles, and its log."""
-    paths = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": paths}
+    paths = {"TMPDIR": str(tmp_path), "PYTHONPATH": python_path(TESTS)}
+    environment = {**os.environ, **paths}
     if path:
         environment["PATH"] = path
     process = subprocess.run(
