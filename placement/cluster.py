@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from .dtype_bytes import BYTES
 from .gpu_faults import ChunkLimit
@@ -15,13 +16,21 @@ class LayerProfile:
     decode_s: float
     """One layer, one row."""
     verify_s: float = 0.0
-    """One layer, the card's max_k + 1 rows."""
+    """One layer, `verify_rows` rows."""
     prefill_s: float = 0.0
     """One layer, a chunk of 512 rows."""
     tail_s: float = 0.0
     """Final norm, lm_head and sampling of one row, as the generator adds them to each token."""
     mtp_speedup: float = 0.0
     """Tokens a second with native MTP over those without; below 1 where drafts do not pay."""
+    verify_rows: int = 0
+    """A verify that was kept has the rows that were drafted when it was timed, whatever max_k is
+    now."""
+
+    @property
+    def has_verify(self) -> bool:
+        """Whether the cost of a further row follows from it."""
+        return self.verify_rows > 1 and 0 < self.verify_s < inf
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -201,10 +201,10 @@ def mtp_speedup(card: "ModelCard", node: NodeFacts) -> float:
         return ASSUMED_MTP_SPEEDUP
     if 0 < profile.mtp_speedup < math.inf:
         return min(max(1.0, profile.mtp_speedup), mtp.max_k + 1)
-    if not 0 < profile.verify_s < math.inf:
+    if not profile.has_verify:
         return ASSUMED_MTP_SPEEDUP
     layer, tail = layer_seconds(card, node), tail_seconds(card, node)
-    row = max(0.0, profile.verify_s - layer) / mtp.max_k
+    row = max(0.0, profile.verify_s - layer) / (profile.verify_rows - 1)
     plain = card.num_layers * layer + tail
     speedups = [1.0]
     for k in range(1, mtp.max_k + 1):

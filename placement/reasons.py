@@ -104,7 +104,7 @@ def _speedup(single: Candidate) -> str:
     if not single.nodes[0].drafts:
         return "native MTP is turned off there"
     profile = single.nodes[0].profile
-    measured = profile is not None and (profile.mtp_speedup > 0 or profile.verify_s > 0)
+    measured = profile is not None and (profile.mtp_speedup > 0 or profile.has_verify)
     source = "by measurement" if measured else "assumed"
     if single.speedup <= 1:
         return f"native MTP is expected to make it no faster ({source})"

@@ -194,7 +194,12 @@ def node_facts(
     times, profile = _times(f, placing), None
     if times is not None and times.decode_s:
         profile = LayerProfile(
-            times.decode_s, times.verify_s, times.prefill_s, times.tail_s, times.mtp_speedup
+            times.decode_s,
+            times.verify_s,
+            times.prefill_s,
+            times.tail_s,
+            times.mtp_speedup,
+            times.verify_rows,
         )
     used: dict[ModelId, int] = {}
     for stage in member.stages:
@@ -273,5 +278,9 @@ def _kind(node: NodeFacts) -> tuple[str, str, str]:
 
 
 def _least(profiles: Sequence[LayerProfile]) -> LayerProfile:
-    columns = zip(*(astuple(profile) for profile in profiles), strict=True)
-    return LayerProfile(*(min((s for s in times if s > 0), default=0.0) for times in columns))
+    most = max(profile.verify_rows for profile in profiles)
+    rows = (
+        p if p.verify_rows == most else replace(p, verify_s=0.0, verify_rows=0) for p in profiles
+    )
+    columns = zip(*(astuple(profile) for profile in rows), strict=True)
+    return LayerProfile(*(min((s for s in times if s > 0), default=0) for times in columns))

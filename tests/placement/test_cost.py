@@ -142,6 +142,10 @@ def test_what_was_measured_of_the_model_counts_before_bandwidth() -> None:
     assert seconds == pytest.approx(8 * 2e-3 + 5e-3)
 
 
+def profile_of(verify_s: float, rows: int) -> LayerProfile:
+    return LayerProfile(1e-3, verify_s, tail_s=1e-3, verify_rows=rows)
+
+
 @pytest.mark.parametrize(
     ("profile", "speedup"),
     [
@@ -152,10 +156,14 @@ def test_what_was_measured_of_the_model_counts_before_bandwidth() -> None:
         (LayerProfile(1e-3, mtp_speedup=0.6), 1.0),  # adaptive K drafts none there
         # The best round, K = 2: a verify of 8 layers and a tail, with 3 of the 4 rows that were
         # timed, and two drafts of a layer and a tail; 2.19 tokens. Plain: 8 layers and a tail.
-        (LayerProfile(1e-3, verify_s=1.1e-3, tail_s=1e-3), 2.19 * 9 / (8 * (1 + 0.2 / 3) + 1 + 4)),
-        (LayerProfile(1e-3, verify_s=4e-3, tail_s=1e-3), 1.0),
+        (profile_of(1.1e-3, 4), 2.19 * 9 / (8 * (1 + 0.2 / 3) + 1 + 4)),
+        (profile_of(4e-3, 4), 1.0),
         # A single row that was timed while the machine was busy: more rows take no less.
-        (LayerProfile(1e-3, verify_s=1e-5, tail_s=1e-3), 2.533 * 9 / 15),
+        (profile_of(1e-5, 4), 2.533 * 9 / 15),
+        # One that was kept from a time when the card's max_k was 1.
+        (profile_of(1.1e-3, 2), 2.19 * 9 / (8 * 1.2 + 1 + 4)),
+        (profile_of(1.1e-3, 1), ASSUMED_MTP_SPEEDUP),
+        (profile_of(1.1e-3, 0), ASSUMED_MTP_SPEEDUP),
     ],
 )
 def test_native_mtp_counts_as_measured_else_as_assumed(

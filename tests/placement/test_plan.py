@@ -437,7 +437,7 @@ def test_every_placement_is_whole_contiguous_and_within_memory(
 def test_the_speed_of_a_loaded_model_is_that_of_its_plan(
     decode_s: float, verify_s: float, speedup: float, drafts: bool
 ) -> None:
-    profile = LayerProfile(decode_s, verify_s, mtp_speedup=speedup)
+    profile = LayerProfile(decode_s, verify_s, mtp_speedup=speedup, verify_rows=4)
     node = replace(cluster(10**9).nodes[0], profile=profile, profile_dtype="bfloat16")
     view = ClusterView((replace(node, drafts=drafts),))
     with_head = card(native_mtp=MTP)

@@ -81,6 +81,7 @@ def random_profile(rng: random.Random) -> LayerProfile:
         verify_s=rng.choice([0.0, rng.uniform(1e-4, 8e-3)]),
         tail_s=rng.choice([0.0, rng.uniform(1e-4, 1e-2)]),
         mtp_speedup=rng.choice([0.0, 0.0, 0.7, 1.9]),
+        verify_rows=2,
     )
 
 

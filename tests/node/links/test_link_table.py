@@ -121,13 +121,16 @@ def times(
     )
 
 
+PROFILE = LayerProfile(1e-3, 2e-3, 0.1, 2e-3, verify_rows=4)
+
+
 @pytest.mark.parametrize(
     ("layer_times", "profile"),
     [
         ([], None),
         ([times("other")], None),
-        ([times()], LayerProfile(1e-3, 2e-3, 0.1, 2e-3)),
-        ([times(decode_s=5.0), times()], LayerProfile(1e-3, 2e-3, 0.1, 2e-3)),
+        ([times()], PROFILE),
+        ([times(decode_s=5.0), times()], PROFILE),
         ([times(decode_s=math.nan)], None),
         ([times(decode_s=-1.0)], None),
         ([times(decode_s=0.0)], None),
@@ -158,6 +161,13 @@ def test_nodes_of_one_chip_share_the_least_of_their_times() -> None:
     )
     least = LayerProfile(1.0, 3.0, 9.0, 5.0)
     assert [n.profile for n in shared] == [least, least, least, None, slow, None]
+
+
+def test_kin_share_the_verify_of_the_most_rows() -> None:
+    """One was kept from a time when fewer were drafted."""
+    profiles = [LayerProfile(1.0, 3.0, verify_rows=4), LayerProfile(1.0, 4.0, verify_rows=8)]
+    shared = with_kin_profiles([node("a", "M4", profiles[0]), node("b", "M4", profiles[1])])
+    assert [n.profile for n in shared] == profiles[1:] * 2
 
 
 def test_kin_share_times_of_one_dtype_only() -> None:
@@ -287,7 +297,7 @@ def test_a_node_that_was_probed_while_busy_is_planned_as_its_kin() -> None:
         pb.NodeFacts(id=B, chip="M4", profiles=[times(decode_s=9e-3)]),
     ]
     view = source_of(facts).view(DEMO)
-    assert [view.node(n).profile for n in (A, B)] == [LayerProfile(1e-3, 2e-3, 0.1, 2e-3)] * 2
+    assert [view.node(n).profile for n in (A, B)] == [PROFILE] * 2
 
 
 def test_the_view_has_links_profiles_and_refusals() -> None:
