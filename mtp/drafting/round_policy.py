@@ -55,6 +55,8 @@ class DraftDemand:
     answers may."""
     rounds: int = 0
     """Rounds that the answer shared with no other."""
+    sharers: int = 1
+    """Requests of the round that most requests shared with the answer, itself included."""
     limit_reason: str = ""
     """Why `most` is less than what the model may draft, if it is."""
 
@@ -200,10 +202,29 @@ class RoundPolicy:
         """Records that the head took `seconds` to read `rows` waiting rows."""
         self.costs.row_seconds = seconds / rows
 
+    def rates(
+        self, offers: Sequence[Offer], position: int, most: int, least: int = 0, more: float = 0.0
+    ) -> dict[int, float]:
+        """Expected tokens a second by K, from `most` down to `least`, of all whose cost is known.
+
+        `more`: seconds of rounds with drafts beyond that. A round takes at most the seconds of one
+        with more drafts: a wider round computes all that a narrower one does, and what else ran
+        during a measurement only adds to it. So no round of k drafts seems more than k + 1 times as
+        fast as a plain token.
+        """
+        bucket, context, *_ = Form.of(len(offers), position, 0, 0)
+        tokens, costs = _tokens_by_depth(offers, most), self.costs
+        rates, shortest = dict[int, float](), inf
+        for k in range(most, least - 1, -1):
+            if (share := costs.seconds(Form(bucket, context, k, k))) is not None:
+                shortest = min(share, shortest)
+                rates[k] = tokens[k] / (len(offers) * shortest + (more if k else 0.0))
+        return rates
+
     def speedup(self, demand: DraftDemand) -> float:
         """The best expected speed of an answer in a short context, relative to plain decoding; 0 if
         unknown."""
-        rates = self._rates([Offer(demand, demand.most)], 0, demand.most)
+        rates = self.rates([Offer(demand, demand.most)], 0, demand.most)
         is_complete = demand.is_known and len(rates) > demand.most
         return max(rates.values()) / rates[0] if is_complete else 0.0
 
@@ -213,33 +234,10 @@ class RoundPolicy:
         plain = Form.of(1, 0, 0, 0)
         return self.costs.seconds(plain) if demand.rounds >= ENOUGH else None
 
-    def reason(self, demand: DraftDemand, choice: RoundChoice | None) -> str:
-        """Why the last round of an answer drafted as many tokens as it did.
-
-        `choice`: that round, or None before the first.
-        """
-        if demand.acceptance is None:
-            return f"K = {demand.most} in every round: {demand.source}"
-        k, most, size = min(demand.initial, demand.most), demand.most, 1
-        offers, position = [Offer(demand, most)], 0
-        if choice is not None:
-            k, position, size = choice.k, choice.position, len(choice.offers)
-        if choice is not None and size > 1:
-            offers, most = choice.offers, max(offer.limit for offer in choice.offers)
-        source = (demand.policy if size == 1 else None) or self
-        subject = (
-            f"K = {k} of at most {most}" if size == 1 else f"K = {k} for {size} requests together"
-        )
-        if size == 1 and (search := source._searches.get(1)) and search.rounds_left:
-            subject = f"K = {k} is being tried" if k == search.tried_k else subject
-        rates, speeds = source._rates(offers, position, most), list[str]()
-        while (rate := rates.get(len(speeds))) is not None:
-            speeds.append(f"{rate / rates[0]:.2f}")
-        if len(speeds) < 2 or (size == 1 and not (demand.is_known and len(speeds) > most)):
-            unknown = f"K = {k}, {demand.source}" if size == 1 else subject
-            return f"{unknown}, until enough is measured to choose by speed"
-        listed = f"expected speeds {', '.join(speeds)} times plain decoding"
-        return f"{subject}: {listed} for K = 0 to {len(speeds) - 1}"
+    def trial_k(self, size: int) -> int | None:
+        """The K of the trial in progress of rounds of `size` requests; None if there is none."""
+        search = self._searches.get(size_bucket(size))
+        return search.tried_k if search is not None and search.rounds_left else None
 
     def _choose_depth(
         self, offers: Sequence[Offer], position: int, unread: int, running: int
@@ -259,7 +257,7 @@ class RoundPolicy:
             return search.tried_k
         k = min(max(search.k, floor), ceiling)
         wake = self.costs.row_seconds * unread
-        rates = self._rates(offers, position, ceiling, floor, wake / WAKE_ROUNDS)
+        rates = self.rates(offers, position, ceiling, floor, wake / WAKE_ROUNDS)
         measured = [n for n in rates if self.costs.is_measured(Form.of(size, position, n, n))]
         if k not in (choices := rates if size == 1 else measured):
             return k
@@ -307,25 +305,6 @@ class RoundPolicy:
         if not settled:
             return 0
         return self._searches[min(settled, key=lambda each: (abs(each - bucket), each))].k
-
-    def _rates(
-        self, offers: Sequence[Offer], position: int, most: int, least: int = 0, more: float = 0.0
-    ) -> dict[int, float]:
-        """Expected tokens a second by K, from `most` down to `least`, of all whose cost is known.
-
-        `more`: seconds of rounds with drafts beyond that. A round takes at most the seconds of one
-        with more drafts: a wider round computes all that a narrower one does, and what else ran
-        during a measurement only adds to it. So no round of k drafts seems more than k + 1 times as
-        fast as a plain token.
-        """
-        bucket, context, *_ = Form.of(len(offers), position, 0, 0)
-        tokens, costs = _tokens_by_depth(offers, most), self.costs
-        rates, shortest = dict[int, float](), inf
-        for k in range(most, least - 1, -1):
-            if (share := costs.seconds(Form(bucket, context, k, k))) is not None:
-                shortest = min(share, shortest)
-                rates[k] = tokens[k] / (len(offers) * shortest + (more if k else 0.0))
-        return rates
 
     def _with_copies(self, plain: RoundChoice) -> RoundChoice:
         """The same round, or one in which requests copy, if that has more tokens per second."""

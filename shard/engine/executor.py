@@ -5,6 +5,7 @@ from typing import Any, Final
 
 import mlx.core as mx
 
+from ...mtp.drafting.depth_reason import depth_reason
 from ...mtp.drafting.round_policy import RoundPolicy
 from ...mtp.finite import NO_TOKEN, NotFinite
 from ...mtp.seams import as_row
@@ -193,7 +194,7 @@ class LocalExecutor:
     def depth_reason(self, request: Request) -> str:
         """Why the request's last round drafted as many tokens as it did, for a person."""
         demand = request.drafts.demand
-        reason = self.policy.reason(demand, request.drafts.choice)
+        reason = depth_reason(self.policy, demand, request.drafts.choice)
         return "; ".join(filter(None, (reason, demand.limit_reason)))
 
     @property

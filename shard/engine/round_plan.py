@@ -94,6 +94,8 @@ def plan_round(
     choice = (own or policy).choose(offers, first.position, unread=unread, running=running)
     for request in requests:
         request.drafts.choice = choice
+        demand = request.drafts.demand
+        demand.sharers = max(demand.sharers, len(requests))
     if in_flight and any(choice.is_copied):
         return None
     parts = zip(copies, choice.is_copied, strict=True)

@@ -7,6 +7,7 @@ import pytest
 
 from exo_node.mtp.drafting.acceptance import Acceptance, Prior
 from exo_node.mtp.drafting.costs import ENOUGH, CostTable, Form
+from exo_node.mtp.drafting.depth_reason import depth_reason
 from exo_node.mtp.drafting.round_policy import (
     PLAIN_TRIAL_ROUNDS,
     TRIAL_EVERY,
@@ -149,15 +150,15 @@ def test_without_a_card_it_is_within_three_percent_of_the_best_fixed_depth(
 def test_the_text_says_which_depth_is_chosen_and_what_the_others_promise() -> None:
     policy, demand = RoundPolicy(CostTable(M5_DENSE)), adaptive()
     unknown = "K = 1, the model's default, until enough is measured to choose by speed"
-    assert policy.reason(demand, None) == unknown
-    assert policy.reason(demand, policy.choose([Offer(demand, 3)])) == unknown
+    assert depth_reason(policy, demand, None) == unknown
+    assert depth_reason(policy, demand, policy.choose([Offer(demand, 3)])) == unknown
     demand = sure_of([0.9] * 3)
     choice = policy.choose([Offer(demand, 3)], 100)
     speeds = "expected speeds 1.00, 1.75, 2.13, 2.25 times plain decoding for K = 0 to 3"
-    assert policy.reason(demand, choice) == f"K = 3 of at most 3: {speeds}"
+    assert depth_reason(policy, demand, choice) == f"K = 3 of at most 3: {speeds}"
     fixed = DraftDemand(2, "the request's num_draft_tokens")
     reason = "K = 2 in every round: the request's num_draft_tokens"
-    assert policy.reason(fixed, policy.choose([Offer(fixed, 2)])) == reason
+    assert depth_reason(policy, fixed, policy.choose([Offer(fixed, 2)])) == reason
 
 
 def test_a_depth_that_cannot_pay_is_tried_seldom() -> None:
@@ -284,7 +285,7 @@ def test_no_depth_is_expected_to_give_more_than_its_tokens(disturbed: int) -> No
     table = [1.0, 1.1, 1.2, 1.3]
     table[disturbed] *= 7
     policy, demand = RoundPolicy(CostTable(table)), sure_of([0.9] * 3)
-    reason = policy.reason(demand, policy.choose([Offer(demand, 3)], 100))
+    reason = depth_reason(policy, demand, policy.choose([Offer(demand, 3)], 100))
     listed = reason.partition("speeds ")[2].partition(" times")[0]
     assert all(float(speed) <= k + 1 for k, speed in enumerate(listed.split(", "))), listed
     assert policy.speedup(demand) <= 4

@@ -111,6 +111,21 @@ def test_requests_that_share_rounds_draft_what_is_exact_together(most: int) -> N
     assert [tuple(reader.ids) for reader in readers] == plain
     shared = [r.drafted for reader in readers for r in reader.rounds if r.forward.batch == 3]
     assert max(shared) == most
+    rounds = "rounds that 3 requests shared, which are not exact with more"
+    reasons = {reader.end.stats.depth_reason for reader in readers if reader.end is not None}
+    assert reasons == {f"K = {most} in {rounds}, else up to 7: as requested"}
+
+
+def test_a_fixed_k_that_the_rows_of_shared_rounds_lower_is_not_said_to_hold_in_all() -> None:
+    served = served_with(at_rows([]))
+    readers = [Reader(asked(MOST, number)) for number in range(9)]
+    together(served, readers)
+    by_size = {r.forward.batch: r.drafted for reader in readers for r in reader.rounds[:2]}
+    assert by_size[9] == 6
+    rounds = "rounds that 9 requests shared, which have 64 rows at most"
+    reasons = {reader.end.stats.depth_reason for reader in readers if reader.end is not None}
+    assert reasons == {f"K = 6 in {rounds}, else up to 7: as requested"}
+    assert answer(served, asked(MOST)).stats.depth_reason == "K = 7 in every round: as requested"
 
 
 def test_verify_checks_the_drafts_that_a_node_would_grant() -> None:
