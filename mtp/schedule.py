@@ -15,6 +15,9 @@ no state after fewer of them is kept."""
 MOST_SCORES = 512 * 65_536
 """Limit of the rows of a forward times the rows that they attend to. Attention that is not fused
 (on CPUs, at some head sizes, over quantised keys) stores that many scores per head."""
+SCORED_ROWS = 256
+"""Rows of a forward whose tokens get log-probabilities: of as many rows it has all logits at once,
+which are 256 MiB for a vocabulary of 262,144."""
 
 
 class Schedule(NamedTuple):
@@ -25,9 +28,10 @@ class Schedule(NamedTuple):
     """The tokens that end a turn."""
     whole_images: bool = False
 
-    def ends(self, prompt: Sequence[int]) -> list[int]:
-        """See `prefill_ends`."""
-        return prefill_ends(prompt, self.chunk, self.turn_ends, whole_images=self.whole_images)
+    def ends(self, prompt: Sequence[int], *, is_scored: bool = False) -> list[int]:
+        """See `prefill_ends`. `is_scored`: whether its tokens get log-probabilities."""
+        chunk = min(self.chunk, SCORED_ROWS) if is_scored else self.chunk
+        return prefill_ends(prompt, chunk, self.turn_ends, whole_images=self.whole_images)
 
 
 def prefill_ends(

@@ -28,7 +28,8 @@ from .placements.stage_runners import ClusterStages, LocalStages
 from .rpc.control_server import ControlServer, NodeCalls
 from .rpc.link_rpc import LinkService
 from .rpc.model_files import ModelFilesClient, ModelFilesService
-from .runners.supervisor import RunnerHost, Supervisor
+from .runners.runner_process import RunnerHost
+from .runners.supervisor import Supervisor
 from .store.fetching import ModelFetcher
 from .store.sharing import SharedModels
 from .store.sources import sources_of

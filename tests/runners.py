@@ -28,7 +28,7 @@ from exo_node.node.machine.settings import runner_environment
 from exo_node.node.machine.timing import LAN
 from exo_node.node.rpc.channels import Channels
 from exo_node.node.runners.runner_client import Endpoint, RunnerClient
-from exo_node.node.runners.supervisor import RunnerHost, RunnerProcess
+from exo_node.node.runners.runner_process import RunnerHost, RunnerProcess
 from exo_node.node.trust.certificates import runner_credentials
 from exo_node.node.trust.keys import ClusterKey
 from exo_node.placement.ids import NodeId, PlacementId, runner_name

@@ -11,7 +11,17 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
 
-from .batch_slots import ROOM, Change, copy_moving, pad_rows, place_rows, reorder, room_for
+from .batch_slots import (
+    ROOM,
+    Change,
+    append_rows,
+    copy_moving,
+    moved_forward,
+    pad_rows,
+    place_rows,
+    reorder,
+    room_for,
+)
 from .positions import Positions
 from .rollback import TapedCache, holds_rows, kept_row_index, state_arrays
 from .window import KeySpan, WindowCache, key_span, oldest_kept_row
@@ -60,7 +70,7 @@ class _BatchRows:
         """Writes each request's rows, (B, heads, n, size) for each array, after its own."""
         arrays = self.arrays or [each[:, :, :0] for each in new]
         self.arrays = [
-            _append_rows(array, rows, self._counts) for array, rows in zip(arrays, new, strict=True)
+            append_rows(array, rows, self._counts) for array, rows in zip(arrays, new, strict=True)
         ]
         self._extent = self._counts.extent(new[0].shape[2])
 
@@ -157,7 +167,7 @@ class BatchWindowCache(BatchKVCache):
         if starts == self._starts:
             return
         moves = [new - old for new, old in zip(starts, self._starts, strict=True)]
-        self.arrays = [_moved_forward(array, moves) for array in self.arrays]
+        self.arrays = [moved_forward(array, moves) for array in self.arrays]
         self._starts = starts
 
     def change(
@@ -368,26 +378,6 @@ def _filled(states: Sequence[list[mx.array]]) -> list[list[mx.array]]:
 def _stack(parts: list[mx.array | None]) -> mx.array | None:
     arrays = [part for part in parts if part is not None]
     return mx.concatenate(arrays) if arrays else None
-
-
-def _moved_forward(array: mx.array, moves: Sequence[int]) -> mx.array:
-    """(slots, heads, room, size): each request's rows, without the first `moves` of them."""
-    slots, _, room, _ = array.shape
-    at = mx.arange(room)[None] + mx.array([*moves, *[0] * (slots - len(moves))])[:, None]
-    at = mx.minimum(at, room - 1)[:, None, :, None]
-    return mx.take_along_axis(array, mx.broadcast_to(at, array.shape), axis=2)
-
-
-def _append_rows(array: mx.array, rows: mx.array, positions: Positions) -> mx.array:
-    """Writes each request's `rows` (B, …) after its own, into (slots, heads, room, size)."""
-    count = rows.shape[2]
-    extent = positions.extent(count)
-    if extent > array.shape[2]:
-        array = pad_rows(array, room_for(extent))
-    if spare := array.shape[0] - rows.shape[0]:
-        rows = mx.pad(rows, [(0, spare), (0, 0), (0, 0), (0, 0)])
-    at = mx.broadcast_to(positions.places(count, array.shape[0]), rows.shape)
-    return mx.put_along_axis(array, at, rows, axis=2)
 
 
 def detach(cache: LoneCache) -> None:

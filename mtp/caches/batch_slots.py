@@ -12,6 +12,8 @@ from typing import Final
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
+from .positions import Positions
+
 ROOM: Final = KVCache.step
 """Step, in rows, by which the room grows."""
 SOON: Final = ROOM // 4
@@ -90,6 +92,26 @@ def reorder(
 def _move(array: mx.array, change: Change, moving: Sequence[mx.array]) -> None:
     for (_, new), rows in zip(change.moves, moving, strict=True):
         array[new : new + 1] = rows
+
+
+def moved_forward(array: mx.array, moves: Sequence[int]) -> mx.array:
+    """(slots, heads, room, size): each request's rows, without the first `moves` of them."""
+    slots, _, room, _ = array.shape
+    at = mx.arange(room)[None] + mx.array([*moves, *[0] * (slots - len(moves))])[:, None]
+    at = mx.minimum(at, room - 1)[:, None, :, None]
+    return mx.take_along_axis(array, mx.broadcast_to(at, array.shape), axis=2)
+
+
+def append_rows(array: mx.array, rows: mx.array, positions: Positions) -> mx.array:
+    """Writes each request's `rows` (B, …) after its own, into (slots, heads, room, size)."""
+    count = rows.shape[2]
+    extent = positions.extent(count)
+    if extent > array.shape[2]:
+        array = pad_rows(array, room_for(extent))
+    if spare := array.shape[0] - rows.shape[0]:
+        rows = mx.pad(rows, [(0, spare), (0, 0), (0, 0), (0, 0)])
+    at = mx.broadcast_to(positions.places(count, array.shape[0]), rows.shape)
+    return mx.put_along_axis(array, at, rows, axis=2)
 
 
 def pad_rows(array: mx.array, room: int) -> mx.array:

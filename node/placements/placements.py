@@ -62,10 +62,12 @@ class Placements:
         self._cards = ModelCards(self._facts, self._kick)
         cards = self._cards.by_model
         self._view = PlannerView(self._facts, self._timing, cards)
-        self._observations = seen = Observations(self._clock, self._timing)
-        self._records = PlacementRecords(self._facts, self._events, seen, cards, self._clock)
+        self._observations = observations = Observations(self._clock, self._timing)
+        self._records = PlacementRecords(
+            self._facts, self._events, observations, cards, self._clock
+        )
         self.actions = StageActions(
-            self._stages, self._facts, seen, self._timing, self._records, self._kick
+            self._stages, self._facts, observations, self._timing, self._records, self._kick
         )
         self._requests = WaitingRequests()
         self._scheduled: asyncio.Handle | None = None

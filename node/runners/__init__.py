@@ -3,5 +3,6 @@
 load_watch.py: the progress of a runner that loads, and the CPU time that it used
 runner_client.py: calls to runners
 runner_log.py: the log lines of runners
-supervisor.py: runner processes, started, watched and ended
+runner_process.py: one runner as a child process, started, watched and ended
+supervisor.py: the runners of this node, by placement and stage
 """

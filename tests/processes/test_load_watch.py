@@ -19,7 +19,8 @@ from runners import eventually, on_answer, runner_host
 
 from exo_node.node.machine.timing import LAN
 from exo_node.node.runners.load_watch import SLOWEST_BYTES_S, LoadWatch, cpu_seconds
-from exo_node.node.runners.supervisor import RunnerHost, RunnerProcess, Supervisor
+from exo_node.node.runners.runner_process import RunnerHost, RunnerProcess
+from exo_node.node.runners.supervisor import Supervisor
 from exo_node.placement.errors import LoadFailed
 from exo_node.proto import peer_pb2 as pb
 

@@ -17,7 +17,8 @@ from runners import Child, Placement, eventually, on_answer, runner_host, runnin
 from test_load_watch import STUCK
 
 from exo_node.node.machine.timing import LAN
-from exo_node.node.runners.supervisor import RunnerProcess, Supervisor
+from exo_node.node.runners.runner_process import RunnerProcess
+from exo_node.node.runners.supervisor import Supervisor
 from exo_node.placement.errors import ExoNodeError, InvalidCheckpoint, InvalidRequest, LoadFailed
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.kernels.fused_code import VERSION, users_folder

@@ -90,8 +90,8 @@ class ResponseMemory:
     def outputs(self, item_ids: Iterable[str], owner: str) -> list[bytes]:
         """The packed outputs of the owner's responses that gave items these ids, each once."""
         matches = [match for id in item_ids if (match := _ITEM_ID.fullmatch(id))]
-        found = (self._responses.get(id) for id in {f"resp_{match[1]}" for match in matches})
-        return [each.parts[-1] for each in found if each is not None and each.owner == owner]
+        responses = (self._responses.get(id) for id in {f"resp_{match[1]}" for match in matches})
+        return [each.parts[-1] for each in responses if each is not None and each.owner == owner]
 
     def unpack(self, parts: Sequence[bytes], param: str) -> list[Json]:
         """The items of these parts, for a thread. Raises InvalidRequest if that is too much."""

@@ -124,7 +124,7 @@ class _Stored(_Strict):
     key: dict[str, str | int]
     probed: list[_Seconds] = Field(max_length=9)
     cells: list[_Cell] = Field(max_length=33 * 9)
-    seen: list[_Count] = Field(max_length=8)
+    observations: list[_Count] = Field(max_length=8, alias="seen")
     accepted: list[_Count] = Field(max_length=8)
     identity: MeasuredIdentity | None = None
     batch_identity: MeasuredIdentity | None = None
@@ -164,7 +164,7 @@ class DraftProfile:
             return profile
         cells = {(cell.bucket, cell.k): cell.seconds for cell in stored.cells}
         profile.costs = CostTable(stored.probed, cells)
-        profile.prior = Prior(stored.seen, stored.accepted)
+        profile.prior = Prior(stored.observations, stored.accepted)
         profile.identity = stored.identity
         profile.batch_identity = stored.batch_identity
         profile.copies = stored.copies
@@ -184,7 +184,7 @@ class DraftProfile:
         self._saved_at = now
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(self.path, self._stored().model_dump_json().encode())
+            write_atomic(self.path, self._stored().model_dump_json(by_alias=True).encode())
         except OSError as fault:
             log.warning("measured speeds could not be saved: %s", fault.strerror)
         except ValidationError as fault:
@@ -213,8 +213,8 @@ def _read(path: Path, key: DraftProfileKey) -> _Stored:
     stored = _Stored.model_validate_json(read_bounded(path, MAX_BYTES))
     if stored.key != asdict(key):
         raise ValueError("it was measured for something else")
-    if len(stored.seen) != len(stored.accepted):
+    if len(stored.observations) != len(stored.accepted):
         raise ValueError("its counts do not belong together")
-    if any(a > n for a, n in zip(stored.accepted, stored.seen, strict=True)):
+    if any(a > n for a, n in zip(stored.accepted, stored.observations, strict=True)):
         raise ValueError("it counts more accepted drafts than there were")
     return stored

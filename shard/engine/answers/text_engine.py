@@ -51,9 +51,6 @@ log = logging.getLogger(__name__)
 
 AFTER_FAULT: Final = "restarted after a fault, it shares no forward that may fail again"
 """`batching_reason` of a request that is retried after a fault."""
-SCORED_ROWS: Final = 256
-"""Rows of a forward whose tokens get log-probabilities: of as many rows it has all logits at once,
-which are 256 MiB for a vocabulary of 262,144."""
 NO_PROFILE = DraftProfileKey("", "", "", "", 0)
 
 
@@ -276,7 +273,7 @@ class TextEngine:
         )
         return Request(
             parameters,
-            self._ends(parameters),
+            self._schedule.ends(prompt, is_scored=scores_prompt),
             sampler,
             text,
             drafts=DraftProgress(
@@ -296,13 +293,6 @@ class TextEngine:
             and not (parameters.images or scores_prompt),
             uses_cache=parameters.uses_cache and not scores_prompt and self._prefixes.enabled,
         )
-
-    def _ends(self, request: Parameters) -> list[int]:
-        """The row after each forward over a request's prompt."""
-        schedule = self._schedule
-        if request.output.prompt_logprobs:
-            schedule = schedule._replace(chunk=min(schedule.chunk, SCORED_ROWS))
-        return schedule.ends(request.prompt)
 
     def _prompt_images(self, request: Parameters) -> PromptImages | None:
         if not request.images:

@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from exo_node.node.machine.timing import LAN
-from exo_node.node.runners.supervisor import RunnerHost, RunnerProcess, Status, Supervisor
+from exo_node.node.runners.runner_process import RunnerHost, RunnerProcess, Status
+from exo_node.node.runners.supervisor import Supervisor
 from exo_node.node.trust.certificates import Credentials
 from exo_node.placement.gpu_faults import MEASUREMENT
 from exo_node.proto import peer_pb2 as pb

@@ -9,8 +9,8 @@ from mlx_lm.utils import load_model
 from prefixes import FIRST, ROOM, SYSTEM, engine
 from small import small_checkpoint, small_engine
 
+from exo_node.mtp import schedule
 from exo_node.mtp.types import Prefilled, Sampling, TokenLogprobs
-from exo_node.shard.engine.answers import text_engine
 from exo_node.shard.engine.answers.events import AnswerEnd, Delta
 
 
@@ -51,7 +51,7 @@ def test_each_token_has_what_a_direct_forward_gives(k: int) -> None:
 
 
 def test_no_forward_has_more_rows_than_its_logits_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_engine, "SCORED_ROWS", 64)
+    monkeypatch.setattr(schedule, "SCORED_ROWS", 64)
     _, rows, _ = scores_of(engine())
     assert rows == [*range(64, 300, 64), len(SYSTEM), len(FIRST)]
 
