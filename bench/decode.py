@@ -1,6 +1,9 @@
-"""Decoding speed on the demo model in one run: ours with K = 0..3 and adaptive against mlx-lm.
+"""Decoding speed on the demo model in one run: ours with fixed and adaptive K against mlx-lm.
 
     python bench/decode.py [--repeats 15] [--dtype bfloat16] [--model FOLDER] [--sets demo,low]
+        [--k 3]
+
+Fixed K are 0 to `--k`, at most 7, which also limits adaptive K.
 
 Every repeat runs all arms once, in an order that rotates, so that a machine whose speed drifts
 slows all of them; figures are medians of the ratios within a repeat. Nothing is averaged over runs.
@@ -45,8 +48,6 @@ from exo_node.shard.model.tensors import DTYPES
 from exo_node_bench.spread import spread
 
 MAX_TOKENS = 160
-ADAPTIVE_CEILING = 3
-
 
 GREEDY = Sampling()
 
@@ -74,11 +75,11 @@ Arm = Callable[[Sequence[int]], tuple[int, float, dict[str, int]]]
 
 def main() -> None:
     options = _options()
-    engine, k_max = _engine(options.model, options.dtype)
+    engine, k_max = _engine(options.model, options.dtype, options.k)
     grouped = None
     if options.grouped:
         with _groups_forced():
-            grouped, _ = _engine(options.model, options.dtype)
+            grouped, _ = _engine(options.model, options.dtype, options.k)
     baseline = MlxLm(options.model, options.dtype)
     for name in options.sets:
         _bench(options, engine, grouped, k_max, baseline, name)
@@ -102,7 +103,7 @@ def _bench(
     for k in range(k_max + 1):
         arms[f"K={k}"] = _ours(engine, prompt_set, k)
     if k_max:
-        arms["adaptive"] = _ours(engine, prompt_set, min(k_max, ADAPTIVE_CEILING), adaptive=True)
+        arms["adaptive"] = _ours(engine, prompt_set, k_max, adaptive=True)
     if grouped is not None:
         for k in range(k_max + 1):
             arms[f"grouped K={k}"] = _ours(grouped, prompt_set, k)
@@ -224,15 +225,16 @@ def _counts(stats: GenerationStats) -> dict[str, int]:
     }
 
 
-def _engine(folder: Path, dtype: str) -> tuple[TextEngine, int]:
+def _engine(folder: Path, dtype: str, most: int) -> tuple[TextEngine, int]:
+    """The engine, and K at most: 0 without a head."""
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     layers = config.get("text_config", config)["num_hidden_layers"]
     shape: dict[str, Any] = {"num_layers": layers, "dtype": dtype, "prefill_chunk": 512}
-    stage_spec = spec(folder, end=layers, native_mtp=True, **shape)
+    stage_spec = spec(folder, end=layers, native_mtp=True, max_draft_tokens=most, **shape)
     loaded = load_quietly(stage_spec)
     engine = engine_of(loaded, stage_spec)
     engine.measurements.measure()  # as a runner does: adaptive drafting starts from its costs
-    return engine, 3 if loaded.head is not None else 0
+    return engine, most if loaded.head is not None else 0
 
 
 @contextmanager
@@ -292,6 +294,7 @@ def _report(
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     _ = parser.add_argument("--repeats", type=int, default=15)
+    _ = parser.add_argument("--k", type=int, choices=range(8), default=3, help="K at most")
     _ = parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES))
     _ = parser.add_argument("--model", type=Path, default=DEMO)
     _ = parser.add_argument("--grouped", action="store_true", help="also with rows in groups")

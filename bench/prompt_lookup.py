@@ -56,7 +56,7 @@ LOADER = loader_import.__name__
 MODELS = {"demo": DEMO, "copies": Path(__file__).parent / "copies"}
 LAYERS = {"demo": 16, "copies": 4}
 LINES = 200
-MAX_K = 3
+MAX_K = 7
 TOKENS = 120
 PROSE = (
     "Tell me a story.",
@@ -82,7 +82,7 @@ class Timed:
 def spec(model: str, *, native_mtp: bool = True) -> pb.StageSpec:
     layers = LAYERS[model]
     changes = {"num_layers": layers, "native_mtp": native_mtp, "prompt_lookup": True}
-    return stage_spec(MODELS[model], end=layers, **changes)
+    return stage_spec(MODELS[model], end=layers, max_draft_tokens=MAX_K, **changes)
 
 
 def open_engine(loaded: Loaded, model: str, *, prefixes: bool = False) -> TextEngine:
@@ -213,7 +213,7 @@ def variants(loaded: Loaded, model: str) -> Iterator[tuple[str, TextEngine, int,
     for length in (3, 7, 15):
         engine = open_engine(loaded, model, prefixes=True)
         force(engine.lookup, FixedLength(length))
-        for k, adaptive in ((0, False), (2, False), (MAX_K, True)):
+        for k, adaptive in ((0, False), (2, False), (MAX_K, False), (MAX_K, True)):
             yield f"length {length}, K {k}{' adaptive' * adaptive}", engine, k, adaptive
     engine = open_engine(loaded, model, prefixes=True)
     engine.measurements.measure()

@@ -51,6 +51,8 @@ Cut = Literal["first", "middle", "last"]
 """The end of a log: after the first round, in the middle, before the last round."""
 
 CUTS: Final[tuple[Cut, ...]] = ("first", "middle", "last")
+MOST: Final = 7
+"""Drafts of a round at most."""
 CHUNK: Final = 32
 """Rows of a prompt's forward."""
 FIRST_TURN: Final = 40
@@ -217,6 +219,7 @@ def all_cases() -> list[Case]:
         *_resumed(),
         *_options(),
         *_demo(),
+        *_deep(),
     ]
 
 
@@ -325,3 +328,21 @@ def _demo() -> Iterator[Case]:
     yield from (Case("prefix", "demo", k=k) for k in (0, 3))
     yield Case("resumed", "demo", k=3, cut="middle")
     yield Case("alone", "demo", k=2, option="grammar")
+
+
+def _deep() -> Iterator[Case]:
+    """Rounds of four to MOST drafts, on the demo: most are accepted there."""
+    yield from (Case("alone", "demo", k=k) for k in range(4, MOST + 1))
+    yield from (Case("overlapped", "demo", k=k) for k in (5, MOST))
+    yield from (Case("batch", "demo", k=k, together=True) for k in (4, MOST))
+    yield Case("prefix", "demo", k=5)
+    yield from (Case("resumed", "demo", k=6, cut=cut) for cut in CUTS)
+    yield from (Case("alone", "demo", k=k, option="seeded") for k in (0, 4, 5, 6, MOST))
+    yield Case("batch", "demo", k=MOST, option="seeded", together=True)
+    yield from (Case("alone", "demo", k=k, option="stop") for k in (5, MOST))
+    yield from (Case("alone", "demo", k=k, option="last") for k in (4, 6))
+    yield Case("alone", "demo", k=MOST, option="grammar")
+    for model in ("full", "hybrid", "latent"):
+        yield Case("alone", model, k=MOST)
+    yield Case("overlapped", "kernels", k=MOST)
+    yield Case("batch", "hybrid", k=5, together=True)

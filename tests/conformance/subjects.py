@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from cases import CHUNK, Dtype, Model
+from cases import CHUNK, MOST, Dtype, Model
 from engines import DEMO, load_quietly, spec
 from models import Family, make_checkpoint
 from plain_gated_delta import give_kernels
@@ -88,6 +88,7 @@ def spec_of(model: Model, dtype: Dtype, stages: int = 1, stage: int = 0) -> pb.S
         dtype=dtype,
         prefill_chunk=CHUNK,
         native_mtp=stages == 1 and model != "window",
+        max_draft_tokens=MOST,
     )
     if model == "quantised":
         stage_spec.kv_bits, stage_spec.kv_group_size = 8, 32
