@@ -46,6 +46,11 @@ class RunnerHost:
     memory_bytes: int = 0
     """The most that all stages together may be promised, or 0 for no limit."""
 
+    def environment_of(self, spec: pb.StageSpec) -> Mapping[str, str]:
+        """An embedder's products in float32 are whole: rounded to TF32 as CUDA's are, they move an
+        embedding by 1e-4, otherwise beside other inputs than alone."""
+        return {**self.environment, "MLX_ENABLE_TF32": "0"} if spec.pooling else self.environment
+
 
 class RunnerProcess:
     """One child and its last state. `on_exit` is called once, when a ready runner ends."""
@@ -96,7 +101,7 @@ class RunnerProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
-                env=host.environment,
+                env=host.environment_of(self.spec),
                 start_new_session=True,  # Ctrl-C reaches the node alone, which stops its runners
             )
         reader, self._writer = await asyncio.open_connection(sock=ours)

@@ -155,6 +155,24 @@ async def test_the_last_words_of_a_runner_tell_of_a_gpu_fault_once(
     assert [WATCHDOG in why for why in ends] == [True] * (not head_noticed_first)
 
 
+@pytest.mark.parametrize(("pooling", "value"), [("mean", "0"), ("", None)])
+async def test_an_embedders_runner_multiplies_float32_whole(
+    tmp_path: Path, pooling: str, value: str | None
+) -> None:
+    said = tmp_path / "said"
+    write = f"open({str(said)!r}, 'w').write(repr(os.environ.get('MLX_ENABLE_TF32')))"
+    supervisor = supervisor_of(tmp_path, f"{write}; os._exit(0)", [], ends := list[str]())
+    try:
+        spec = pb.StageSpec(placement="p", path=str(tmp_path), pooling=pooling)
+        _ = await supervisor.load(spec, lambda _: None)
+        async with asyncio.timeout(60):
+            while not ends:
+                await asyncio.sleep(0.01)
+    finally:
+        await supervisor.close()
+    assert said.read_text() == repr(value)
+
+
 @pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), 9)"])
 async def test_what_a_stopped_or_killed_runner_wrote_earlier_is_no_reason_of_its_end(
     tmp_path: Path, end: str
