@@ -25,25 +25,18 @@ PROMPTS: Final = (PROMPT_ROWS, 17, 9)
 """Rows of their prompts, in turn: a batch of equal lengths would hide a wrong mask."""
 
 
-def batch_identity(
-    subject: Subject, k: int, sizes: Sequence[int] = SIZES, *, shares_prompts: bool = False
-) -> Pieces[Identity]:
+def batch_identity(subject: Subject, k: int, sizes: Sequence[int] = SIZES) -> Pieces[Identity]:
     """Compares a batch with the same requests alone: a verify of K + 1 rows, of which each request
     keeps another number, and a plain step after it. Logits and caches must be equal. A round has
     MAX_ROUND_ROWS rows at most.
 
     One of the requests has the longest context of `probe.CONTEXTS` that fits, others have few rows.
-    `sizes`: requests of the batches, ascending. `shares_prompts`: whether prefill in batches is
-    compared as well, where the target gives hidden states.
+    `sizes`: requests of the batches, ascending.
     """
-    read, target = list[list[Any]](), subject.target
+    read = list[list[Any]]()
     for rows in PROMPTS:
         yield
         read.append(subject.read(rows))
-    if shares_prompts and isinstance(target, FamilyTarget):
-        same = yield from _same_prompts(target, subject)
-        if not same:
-            return "near_tie"
     for size in sizes:
         if not (yield from _same(subject, read, k, size)):
             return "near_tie"
@@ -55,8 +48,14 @@ def batch_identity(
     return "bitwise"
 
 
-def _same_prompts(target: FamilyTarget, subject: Subject) -> Pieces[bool]:
-    """Compares two chunks of prompts in a batch and alone: hidden states, logits and caches."""
+def same_prompts(subject: Subject) -> Pieces[bool]:
+    """Compares two chunks of prompts in a batch and alone: hidden states, logits and caches.
+
+    False for a target that gives no hidden states.
+    """
+    target = subject.target
+    if not isinstance(target, FamilyTarget):
+        return False
     together, alone = ([subject.make_caches() for _ in PROMPTS] for _ in range(2))
     positions, same = [0] * len(PROMPTS), mx.array(True)
     for chunk in range(2):

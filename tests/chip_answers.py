@@ -104,6 +104,7 @@ class Served:
     def engine(self, **changes: Any) -> TextEngine:
         engine = engine_of(self.loaded, self._spec(**changes))
         engine.measurements.batch_identity = "bitwise"
+        engine.measurements.shares_prompts = True
         return engine
 
     def prompt(self, number: int) -> list[int]:

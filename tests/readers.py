@@ -38,9 +38,8 @@ def engine(
     the engine, which shares time between prompts and answers by it."""
     spec = small_spec(native_mtp=True, prefill_chunk=160, **changes)
     text_engine = engine_of(loaded(), spec, runs_ahead=runs_ahead, clock=clock)
-    text_engine.measurements.batch_identity = (
-        "bitwise"  # as `probe` finds: prompts are read together, too
-    )
+    text_engine.measurements.batch_identity = "bitwise"  # as measurements find
+    text_engine.measurements.shares_prompts = True
     return text_engine
 
 

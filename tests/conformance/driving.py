@@ -163,7 +163,8 @@ def whole_engine(case: Case) -> TextEngine:
         part, stage_spec, runs_ahead=case.way == "overlapped", clock=lambda: 0.0
     )
     if case.model != "uneven":
-        text_engine.measurements.batch_identity = "bitwise"  # prompts are read together
+        text_engine.measurements.batch_identity = "bitwise"
+        text_engine.measurements.shares_prompts = True
     return text_engine
 
 

@@ -128,6 +128,7 @@ class _Stored(_Strict):
     accepted: list[_Count] = Field(max_length=8)
     identity: MeasuredIdentity | None = None
     batch_identity: MeasuredIdentity | None = None
+    shares_prompts: bool | None = None
     copies: MeasuredCopies | None = None
     shared_copies: MeasuredSharedCopies | None = None
 
@@ -143,6 +144,7 @@ class DraftProfile:
     prior: Prior = field(default_factory=Prior)
     identity: MeasuredIdentity | None = None
     batch_identity: MeasuredIdentity | None = None
+    shares_prompts: bool | None = None
     copies: MeasuredCopies | None = None
     shared_copies: MeasuredSharedCopies | None = None
     _saved_at: float | None = None
@@ -167,6 +169,7 @@ class DraftProfile:
         profile.prior = Prior(stored.observations, stored.accepted)
         profile.identity = stored.identity
         profile.batch_identity = stored.batch_identity
+        profile.shares_prompts = stored.shares_prompts
         profile.copies = stored.copies
         profile.shared_copies = stored.shared_copies
         return profile
@@ -199,6 +202,7 @@ class DraftProfile:
             accepted=self.prior.hits,
             identity=self.identity,
             batch_identity=self.batch_identity,
+            shares_prompts=self.shares_prompts,
             copies=self.copies,
             shared_copies=self.shared_copies,
         )

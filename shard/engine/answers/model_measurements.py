@@ -32,6 +32,7 @@ from .probing import (
     probe_batch_identity,
     probe_costs,
     probe_identity,
+    probe_prompts,
 )
 
 log = logging.getLogger(__name__)
@@ -56,25 +57,24 @@ class ModelMeasurements:
         vocabulary: int,
         clock: Callable[[], float],
         *,
-        shares_prompts: bool = True,
         has_room: Callable[[int], bool] = lambda _: True,
         modules: Sequence[nn.Module] = (),
     ) -> None:
         """`forms`: those of the engine's rounds; of a split model, this stage's rounds.
 
         `make_caches`: makes the caches of one request. `profile`: keeps what was measured.
-        `shares_prompts`: whether prompts may be read in one forward. `has_room`: see `Measuring`.
-        `modules`: the model's own.
+        `has_room`: see `Measuring`. `modules`: the model's own.
         """
         self.identity = "off"
         """The greedy identity of drafts; "off" without a draft head, or until it is measured."""
         self.batch_identity = "off"
         """"off" where no requests are decoded together, or until it is measured."""
+        self.shares_prompts = False
+        """Whether one forward of several prompts was measured to change no bit."""
         self.batching_reason = batching_refusal(options, make_caches())
         """Why no requests share forwards; empty where they may."""
         self._forms = forms
         self._options = options
-        self._shares_prompts = shares_prompts
         self._has_room = has_room
         self._drafting = drafting
         self._lookup = lookup
@@ -193,14 +193,15 @@ class ModelMeasurements:
         try:
             match self._forms:
                 case RoundForms():
-                    k, shares = self._drafting.depth, self._shares_prompts
+                    k = self._drafting.depth
                     measured = yield from repeated(
-                        lambda: probe_batch_identity(
-                            self.subject, k, self.profile, shares_prompts=shares
-                        )
+                        lambda: probe_batch_identity(self.subject, k, self.profile)
                     )
                     self.batch_identity = measured.value
                     self._lookup.policy.shared_depth = measured.depth
+                    self.shares_prompts = yield from repeated(
+                        lambda: probe_prompts(self.subject, self.profile)
+                    )
                 case StageRounds() as rounds:
                     context = self._options.context_length
                     yield from rounds.probe(0, self.subject.vocabulary, context)

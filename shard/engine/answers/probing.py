@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ....mtp.batch_probe import SIZES, batch_identity
+from ....mtp.batch_probe import SIZES, batch_identity, same_prompts
 from ....mtp.caches.batch_caches import can_batch
 from ....mtp.drafting.costs import interpolated
 from ....mtp.drafting.round_policy import MAX_SHARED_LENGTH
@@ -70,7 +70,7 @@ def part_of(subject: Subject, rows: int) -> Pieces[str]:
 
 
 def probe_batch_identity(
-    subject: Subject, k: int, profile: DraftProfile, *, shares_prompts: bool = True
+    subject: Subject, k: int, profile: DraftProfile
 ) -> Pieces[MeasuredIdentity]:
     """The same of requests that share rounds: of `k` drafts, or of one of SHARED_DEPTHS."""
     context = min(subject.context_length, LONGEST_PROBED)
@@ -78,10 +78,17 @@ def probe_batch_identity(
         depth, depths = None, [k, *(depth for depth in SHARED_DEPTHS if depth < k)]
         while depths and depth is None:
             tried = depths.pop(0)
-            value = yield from batch_identity(subject, tried, shares_prompts=shares_prompts)
+            value = yield from batch_identity(subject, tried)
             depth = tried if value == "bitwise" else None
         measured = profile.batch_identity = MeasuredIdentity.of(depth, k, context)
     return measured
+
+
+def probe_prompts(subject: Subject, profile: DraftProfile) -> Pieces[bool]:
+    """Whether prompts that one forward reads have the bits of prompts alone, once a profile."""
+    if profile.shares_prompts is None:
+        profile.shares_prompts = yield from same_prompts(subject)
+    return profile.shares_prompts
 
 
 def probe_copies(

@@ -134,7 +134,6 @@ class TextEngine:
             profile,
             self.limits.vocabulary,
             self._clock,
-            shares_prompts=self._can_batch_prompts,
             has_room=lambda size: self._prefixes.reserve(size, self._executor.bytes),
             modules=self._stage.own_modules(outer=True),
         )
@@ -288,9 +287,7 @@ class TextEngine:
             loop_guard=parameters.loop_guard(),
             images=self._prompt_images(parameters),
             batching_reason=AFTER_FAULT if parameters.sharing.alone else measured.batching_reason,
-            batches_prompt=self._can_batch_prompts
-            and measured.batch_identity == "bitwise"
-            and not (parameters.images or scores_prompt),
+            batches_prompt=measured.shares_prompts and not (parameters.images or scores_prompt),
             uses_cache=parameters.uses_cache and not scores_prompt and self._prefixes.enabled,
         )
 

@@ -87,6 +87,24 @@ def test_what_follows_is_computed_first_only_where_that_takes_nobodys_time(
     assert max(further) == (2 if ahead else 0)
 
 
+@pytest.mark.parametrize("is_same", [True, False])
+def test_prompts_share_forwards_only_where_that_was_measured_to_change_no_bit(
+    monkeypatch: pytest.MonkeyPatch, *, is_same: bool
+) -> None:
+    sizes, build = list[int](), prefill_forward.PrefillForward._build
+
+    def counted(self: prefill_forward.PrefillForward, *args: Any) -> Any:
+        sizes.append(len(self.requests))
+        return build(self, *args)
+
+    monkeypatch.setattr(prefill_forward.PrefillForward, "_build", counted)
+    served = engine()
+    served.measurements.shares_prompts = is_same
+    driven(served, readers := [Reader(request(prompt(i), 0, 4)) for i in range(3)])
+    assert (max(sizes) > 1) == is_same
+    assert_as_alone(readers)
+
+
 def test_what_is_not_batched_says_why() -> None:
     served, reason = engine(batching=False), "EXO_BATCHING_ENABLED is 0"
     readers = [Reader(request(prompt(i), 1, 8)) for i in range(2)]

@@ -37,6 +37,7 @@ def engine(*, ahead: bool = False, **changes: Any) -> TextEngine:
         loaded(kernels=ahead), small_spec(native_mtp=True, **changes), runs_ahead=ahead
     )
     text_engine.measurements.batch_identity = "bitwise"
+    text_engine.measurements.shares_prompts = True
     return text_engine
 
 

@@ -44,6 +44,7 @@ def engine(*, runs_ahead: bool = False, batching: bool = True, **changes: Any) -
     clock = itertools.count(1e-6, 1e-6).__next__
     text_engine = engine_of(loaded(), spec, runs_ahead=runs_ahead, clock=clock)
     text_engine.measurements.batch_identity = "bitwise"
+    text_engine.measurements.shares_prompts = True
     return text_engine
 
 

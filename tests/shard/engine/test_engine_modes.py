@@ -130,6 +130,7 @@ def test_loading_measures_what_rounds_cost_and_keeps_all_of_it(
     assert len(profile.costs.probed) == 4
     assert profile.identity == MeasuredIdentity(value="bitwise", k=3, context_length=4096)
     assert profile.batch_identity == profile.identity
+    assert profile.shares_prompts
     got = answer(probed, request(PROMPT, 2, 40, adaptive_draft=True))
     assert got.ids == plain_ids(engine)[:40]
     assert sum(got.stats.draft_k_histogram) == len(got.rounds) - 1

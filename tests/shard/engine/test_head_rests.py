@@ -91,6 +91,7 @@ def watched(bench: Bench, *, ahead: bool | None = None, **changes: Any) -> TextE
     model = replace(loaded(), head=WatchedHead(bench))
     served = engine_of(model, spec, clock=bench.clock, runs_ahead=ahead)
     served.measurements.batch_identity = "bitwise"
+    served.measurements.shares_prompts = True
     return served
 
 

@@ -79,6 +79,7 @@ def test_prompts_of_text_read_together_begin_at_their_first_row() -> None:
     """Behind an answer whose rows have other positions than numbers."""
     engine = picture_engine()
     engine.measurements.batch_identity = "bitwise"
+    engine.measurements.shares_prompts = True
     texts = [request(case(3).prompt_ids[n : n + 60], 0, 12) for n in (0, 40)]
     alone = [answer(picture_engine(), changed(each, name="alone")) for each in texts]
     readers = [Reader(picture_request(case(1))), *(Reader(each, begins=9) for each in texts)]
@@ -90,6 +91,7 @@ def test_prompts_of_text_read_together_begin_at_their_first_row() -> None:
 def test_several_prompts_with_images_are_read_one_by_one() -> None:
     engine = picture_engine()
     engine.measurements.batch_identity = "bitwise"
+    engine.measurements.shares_prompts = True
     it = case(0)
     readers = [Reader(picture_request(it, 1)) for _ in range(3)]
     together(engine, readers)

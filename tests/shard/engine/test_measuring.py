@@ -267,6 +267,7 @@ def test_answers_say_which_measurement_ended_the_runner_and_have_what_the_others
     [
         ("probe_identity", "drafting_reason"),
         ("probe_batch_identity", "batching_reason"),
+        ("probe_prompts", "batching_reason"),
         ("probe_costs", "drafting_reason"),
     ],
 )
@@ -321,6 +322,7 @@ def test_rounds_that_were_drafted_elsewhere_are_resumed_without_drafts() -> None
     [
         (model_measurements, "probe_identity"),
         (model_measurements, "probe_batch_identity"),
+        (model_measurements, "probe_prompts"),
         (model_measurements, "probe_costs"),
         (lookup_control, "probe_copies"),
         (lookup_control, "probe_shared_copies"),

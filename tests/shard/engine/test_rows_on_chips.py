@@ -204,7 +204,8 @@ def _differs_in_batch(
         for i in range(len(plain))
     ]
     engine = served.engine(prefix_cache_bytes=1 << 28 if served.rows else 0)
-    engine.measurements.batch_identity = "bitwise"  # prompts are read together if they may be
+    engine.measurements.batch_identity = "bitwise"
+    engine.measurements.shares_prompts = True
     if served.rows:
         for reader in readers:
             _ = answer(engine, changed(reader.request, name="", max_tokens=1))
@@ -220,6 +221,7 @@ def test_prompts_of_unlike_lengths_are_not_read_together(served: OnChip) -> None
     prompts = [prompt(1, 100), prompt(2, 20), prompt(3, 70)]
     engine = served.engine()
     engine.measurements.batch_identity = "bitwise"
+    engine.measurements.shares_prompts = True
     readers = [Reader(asked(each)) for each in prompts]
     together(engine, readers)
     for reader, rows in zip(readers, prompts, strict=True):

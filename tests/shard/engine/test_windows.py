@@ -65,7 +65,8 @@ def copying(kind: str, **changes: Any) -> TextEngine:
     served = TextEngine(
         loaded, EngineOptions("float32", 4096, 64, **changes), clock=Clock(step=0.001)
     )
-    served.measurements.batch_identity = "bitwise"  # prompts are read together, too
+    served.measurements.batch_identity = "bitwise"
+    served.measurements.shares_prompts = True
     force(served.lookup, FixedLength(7))
     return served
 
