@@ -287,7 +287,9 @@ class TextEngine:
             loop_guard=parameters.loop_guard(),
             images=self._prompt_images(parameters),
             batching_reason=AFTER_FAULT if parameters.sharing.alone else measured.batching_reason,
-            batches_prompt=measured.shares_prompts and not (parameters.images or scores_prompt),
+            batches_prompt=self._can_batch_prompts
+            and measured.shares_prompts
+            and not (parameters.images or scores_prompt),
             uses_cache=parameters.uses_cache and not scores_prompt and self._prefixes.enabled,
         )
 
