@@ -11,6 +11,7 @@ from .config import (
     MAX_EXPERT_WIDTH,
     MAX_KV_ROW,
     MAX_LAYERS,
+    MAX_STREAMS,
     MAX_VOCAB,
     MAX_WIDTH,
 )
@@ -111,6 +112,8 @@ class ModelCard(BaseModel):
     model_type: str = Field(max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
     num_layers: int = Field(ge=1, le=MAX_LAYERS)
     hidden_size: Width
+    hidden_streams: int = Field(default=1, ge=1, le=MAX_STREAMS)
+    """The hidden states that layers pass on side by side, each `hidden_size` wide."""
     vocab_size: int = Field(ge=1, le=MAX_VOCAB)
     num_attention_layers: int = Field(ge=0, le=MAX_LAYERS)
     """Layers that hold a KV cache."""
@@ -123,6 +126,8 @@ class ModelCard(BaseModel):
     """Tokens, prompt and answer together."""
     weight_bytes: int = Field(ge=1, le=2**50)
     """The whole checkpoint's tensors, as downloaded."""
+    mapped_bytes: int = Field(default=0, ge=0, le=2**50)
+    """Of them, tables whose rows are read from the disk as they are needed."""
     tie_word_embeddings: bool = False
     num_experts: int = Field(default=0, ge=0, le=MAX_WIDTH)
     """Routed experts a layer, or 0 for a dense model."""
@@ -169,7 +174,7 @@ class ModelCard(BaseModel):
     def kv_refusal(self) -> str:
         """Why attention's caches cannot be quantised; empty where only a load can show that."""
         if self.kv_row_width:
-            return "kv_row_width says that this model's attention keeps latents"
+            return "kv_row_width says that this model's attention keeps no plain keys and values"
         if not self.kv_group_size:
             return f"head_dim is {self.head_dim}, which groups of 32 numbers do not divide"
         return "" if self.num_attention_layers else "num_attention_layers is 0"
@@ -194,7 +199,12 @@ class ModelCard(BaseModel):
     @property
     def hidden_bytes(self) -> int:
         """One row of the hidden state, as a stage sends it to the next."""
-        return self.hidden_size * BYTES[self.dtype]
+        return self.hidden_width * BYTES[self.dtype]
+
+    @property
+    def hidden_width(self) -> int:
+        """Numbers of one row of the hidden state between layers."""
+        return self.hidden_size * self.hidden_streams
 
     @property
     def kv_bytes_per_layer_token(self) -> int:
@@ -218,10 +228,11 @@ class ModelCard(BaseModel):
 
         Never too few: all but the ends counts as FP8, so its scales and the norms grow too.
         """
+        held = self.weight_bytes - self.mapped_bytes
         if not self.fp8:
-            return self.weight_bytes
-        ends = min(self.endpoint_bytes, self.weight_bytes)  # no publisher stores these in FP8
-        return ends + (self.weight_bytes - ends) * BYTES[self.dtype]
+            return held
+        ends = min(self.endpoint_bytes, held)  # no publisher stores these in FP8
+        return ends + (held - ends) * BYTES[self.dtype]
 
     @property
     def embedding_bytes(self) -> int:
@@ -278,6 +289,7 @@ class ModelCard(BaseModel):
             "repository": variant.repository,
             "revision": None,
             "weight_bytes": size,
+            "mapped_bytes": self.mapped_bytes * size // self.weight_bytes,
             "quantization": variant.bits,
             "fp8": False,
             "native_mtp": self.native_mtp if variant.head else None,
@@ -290,14 +302,14 @@ class ModelCard(BaseModel):
         hidden states take its bytes. Its `weight_bytes` are no download's."""
         if dtype == self.dtype:
             return self
-        facts = {"dtype": dtype, "fp8": False}
+        facts = {"dtype": dtype, "fp8": False, "mapped_bytes": 0}
         new, old = BYTES[dtype], BYTES[self.dtype]
         if self.quantization is None:
             return self.model_copy(update={**facts, "weight_bytes": self.memory_bytes * new // old})
         # Scales and the head change, the quantised numbers do not.
         stored, head = self._sixteenths[1], self.mtp_bytes
         grown = stored - old // 2 + new // 2
-        size = -(-max(0, self.weight_bytes - head) * grown // stored) + head * new // old
+        size = -(-max(0, self.memory_bytes - head) * grown // stored) + head * new // old
         return self.model_copy(update={**facts, "weight_bytes": size})
 
     @property
@@ -311,7 +323,7 @@ class ModelCard(BaseModel):
     @property
     def _fusion_bytes(self) -> int:
         """The head's `fc`, 2 * hidden -> hidden, in `dtype`."""
-        return 0 if self.native_mtp is None else 2 * self.hidden_size * self.hidden_bytes
+        return 0 if self.native_mtp is None else 2 * self.hidden_size**2 * BYTES[self.dtype]
 
     def _stored(self, weights: int) -> int:
         return -(-weights * self._sixteenths[1] // _SIXTEENTHS_PER_BYTE)

@@ -1,5 +1,6 @@
 """Reads a checkpoint's config.json as the hostile input that it may be."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeGuard, cast
 
@@ -10,6 +11,7 @@ MAX_WIDTH = 65536
 """The widest hidden state, head and the like; also the most heads and experts."""
 MAX_VOCAB = 2**21
 MAX_CONTEXT = 2**24
+MAX_STREAMS = 16
 MAX_EXPERT_WIDTH = 2**20
 MAX_KV_ROW = 2**24
 
@@ -120,8 +122,9 @@ def _needed(fact: str, fields: Sequence[str], limit: int) -> Callable[[_Look, Fa
 
 
 def hidden_size(config: Facts) -> int:
-    """The width of a hidden state by config.json alone; InvalidCard where it does not say."""
-    return _hidden(_Look(config), {})
+    """The width of what layers pass on by config.json alone; InvalidCard where it does not say."""
+    look = _Look(config)
+    return _hidden(look, {}) * _streams(look, {})
 
 
 def vocabulary_size(config: Facts) -> int:
@@ -136,6 +139,10 @@ def context_length(config: Facts) -> int:
 
 _hidden = _needed("hidden_size", HIDDEN_FIELDS, MAX_WIDTH)
 _vocabulary = _needed("vocab_size", VOCABULARY_FIELDS, MAX_VOCAB)
+
+
+def _streams(look: _Look, _facts: Facts) -> int:
+    return look.count("hidden_streams", "hc_count", limit=MAX_STREAMS) or 1
 
 
 def _context(look: _Look, facts: Facts) -> int:
@@ -252,8 +259,10 @@ def _kv_row_width(look: _Look, facts: Facts) -> int:
     key of its own, and zeros of its size. A few model types expand before they cache.
     """
     latent = _latent(look)
-    if not latent:
-        return 0
+    if not latent:  # Qwen3.8-Flash-Next keeps two of its indexer's keys beside them
+        index = look.count("kv_row_width", "indexer_head_dim", limit=MAX_WIDTH)
+        parts = facts["num_key_value_heads"], facts["head_dim"]
+        return 2 * (math.prod(cast("tuple[int, int]", parts)) + index) if index else 0
     plain, rotary = _key_parts(look, "kv_row_width")
     if look.text.get("model_type", facts["model_type"]) in _EXPANDED:
         heads = look.count("kv_row_width", "num_attention_heads", limit=MAX_WIDTH)
@@ -317,6 +326,7 @@ _READERS: dict[str, Callable[[_Look, Facts], object]] = {
     "model_type": _model_type,
     "num_layers": _needed("num_layers", LAYER_FIELDS, MAX_LAYERS),
     "hidden_size": _hidden,
+    "hidden_streams": _streams,
     "vocab_size": _vocabulary,
     "num_attention_layers": _attention_layers,
     "num_key_value_heads": _kv_heads,

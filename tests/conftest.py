@@ -135,6 +135,7 @@ SLOW_FILES = {
         "node/placements/test_random_faults",
     ),
     "models": (
+        "mtp/test_qwen4",
         "conformance/test_conformance_slow",
         "conformance/test_conformance",
         "mtp/test_distribution",

@@ -35,9 +35,12 @@ class RowChoice(NamedTuple):
 
 
 def rows_of_each(window: mx.array, first: mx.array, count: int) -> mx.array:
-    """(B, count, C): `count` rows of each request, from its own `first` (B,) on."""
-    at = (first[:, None] + mx.arange(count))[:, :, None]
-    return mx.take_along_axis(window, mx.broadcast_to(at, (*at.shape[:2], window.shape[2])), axis=1)
+    """(B, count, …): `count` rows of each request, from its own `first` (B,) on."""
+    at = first[:, None] + mx.arange(count)
+    at = at.reshape(*at.shape, *[1] * (window.ndim - 2))
+    return mx.take_along_axis(
+        window, mx.broadcast_to(at, (*at.shape[:2], *window.shape[2:])), axis=1
+    )
 
 
 def kept_row_index(rows: mx.array) -> mx.array:
@@ -82,6 +85,20 @@ class TapedCache(ArraysCache):
         see `keep`.
         """
         self._tape = (rows, restore, each)
+
+    def extend_tape(
+        self, restore: Restore, each: "Callable[[mx.array], list[mx.array | None]]"
+    ) -> None:
+        """Adds the arrays after those that the tape restores, if the forward left one."""
+        if self._tape is None:
+            return
+        rows, first, first_of_each = self._tape
+
+        def restore_each(at: mx.array) -> list[mx.array | None]:
+            arrays = first_of_each(at) if first_of_each is not None else []
+            return [*(arrays.arrays() if isinstance(arrays, RowChoice) else arrays), *each(at)]
+
+        self.record(rows, lambda count: [*first(count), *restore(count)], restore_each)
 
     def forget(self) -> None:
         """Drops the tape."""

@@ -14,6 +14,8 @@ nextn.py: the common part of families with NextN heads; GLM-4.x MoE
 qwen.py: the common part of the Qwen families
 qwen35.py: the Qwen3.5 family
 qwen3_next.py: the Qwen3-Next family
+qwen4_exp.py: Qwen3.8-Flash-Next, model included, of mlx-vlm's modules
+row_table.py: a table of embeddings whose rows are read from the disk
 step3p5.py: the Step-3.5 family, by the first layer of its head
 table.py: the family of a loaded model: the table of classes
 taped_gated_delta.py: a recurrent layer whose rows can be rolled back

@@ -36,7 +36,7 @@ class QwenFamily(Family):
 
     def head_parameters(self, source: HeadSource) -> dict[str, mx.array]:
         shift = 1.0 if norms_are_raw(source) else 0.0
-        weights = _stack_experts(_split_fused_experts(dict(source.tensors)))
+        weights = stack_experts(split_fused_experts(dict(source.tensors)))
         return self.named(
             {k: v + shift if shift and _NORM.search(k) else v for k, v in weights.items()}
         )
@@ -62,7 +62,7 @@ def norms_are_raw(source: HeadSource) -> bool:
     )
 
 
-def _split_fused_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+def split_fused_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     """Qwen3.6: `experts.gate_up_proj` (E, 2I, H) and `experts.down_proj` (E, H, I).
 
     MLX OptiQ quantises them as they are, as `.weight`, `.scales` and `.biases`: rows stay rows.
@@ -80,7 +80,7 @@ def _split_fused_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     return weights
 
 
-def _stack_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+def stack_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     """Qwen3-Next and 3.5: a tensor for each expert, stacked to (E, …) as switch layers want. Raises
     HeadUnusable."""
     experts: dict[str, dict[int, mx.array]] = {}

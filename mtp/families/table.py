@@ -26,7 +26,7 @@ def prepare(model: nn.Module) -> None:
 def _class_for(model: nn.Module) -> type[Family] | None:
     """The class for a module of mlx-lm, which has over a hundred: one is imported only for a model
     of its family."""
-    match type(model).__module__.removeprefix("mlx_lm.models."):
+    match type(model).__module__.removeprefix("mlx_lm.models.").removeprefix(f"{__package__}."):
         case "qwen3_5" | "qwen3_5_moe":
             from .qwen35 import Qwen35Family as family_class
         case "qwen3_next":

@@ -96,6 +96,8 @@ class TapedGatedDelta(TapedLayer):
     """Computes the layer in place of MLX's operations; the loader sets it and `fixed`."""
     fixed: Any
     """The layer's parameters as its kernel takes them."""
+    takes_kernel: ClassVar[bool] = True
+    """Whether a `DeltaKernel` computes what the layer does."""
     projections: ClassVar[tuple[str, ...]] = ()
     """Names of the linear layers of `project`."""
     together: Callable[[mx.array], Sequence[mx.array]] | None = None
@@ -257,8 +259,10 @@ class TapedGatedDelta(TapedLayer):
         q = q.reshape(batch, rows, self.num_k_heads, self.head_k_dim)
         k = k.reshape(batch, rows, self.num_k_heads, self.head_k_dim)
         v = v.reshape(batch, rows, self.num_v_heads, self.head_v_dim)
-        q, k = normalize_qk(q, k, inv_scale=self.head_k_dim**-0.5, eps=1e-6)
-        return q, k, v
+        return *self._normalized(q, k), v
+
+    def _normalized(self, q: mx.array, k: mx.array) -> tuple[mx.array, mx.array]:
+        return normalize_qk(q, k, inv_scale=self.head_k_dim**-0.5, eps=1e-6)
 
 
 def _one_of(states: mx.array, index: int) -> mx.array:

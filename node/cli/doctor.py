@@ -28,6 +28,7 @@ from .times import TIMES
 _LEAST_DISK: Final = 20 * 10**9
 _LEAST_MEMORY: Final = 4 * 10**9
 _ENCODERS: Final = "BERT, RoBERTa, XLM-R, ModernBERT"
+_CLASSES: Final = "Qwen3.8-Flash-Next"
 _PACKAGES: Final = ("exo-node", "mlx", "mlx-lm", "grpcio", "transformers")
 
 
@@ -111,13 +112,14 @@ def _backend() -> Finding:
 
 
 def vision_extra() -> Finding:
-    """Whether models read images and encoders embed here; other models need no extra."""
+    """Whether images, encoders and the models that mlx-vlm has are read here; the others need no
+    extra."""
     if not has_extra():
-        text = f"models read no images, and encoders ({_ENCODERS}) are not loaded"
-        remedy = f"`pip install 'exo-node[vision]'`, or 667 MB less by `{LIGHT_WAY}`, adds both"
+        text = f"models read no images; encoders ({_ENCODERS}) and {_CLASSES} are not loaded"
+        remedy = f"`pip install 'exo-node[vision]'`, or 667 MB less by `{LIGHT_WAY}`, adds them"
         return Finding("vision", "ok", text, remedy)
     versions = f"mlx-vlm {_version('mlx-vlm')}, Pillow {_version('pillow')}"
-    return Finding("vision", "ok", f"for images and encoders ({_ENCODERS}): {versions}")
+    return Finding("vision", "ok", f"for images, encoders ({_ENCODERS}) and {_CLASSES}: {versions}")
 
 
 def _memory() -> Finding:

@@ -53,7 +53,7 @@ def build_specs(
             first_layer=stage.first_layer,
             end_layer=stage.end_layer,
             num_layers=card.num_layers,
-            hidden_size=card.hidden_size,
+            hidden_size=card.hidden_width,
             vocabulary=card.vocab_size,
             checkpoint_sha256=fingerprint,
             dtype=plan.dtype,

@@ -30,6 +30,7 @@ from ...shard.checkpoint.checkpoint import Checkpoint, is_weight_file, read_chec
 from ...shard.checkpoint.embedders import embedder_facts
 from ...shard.checkpoint.generation_config import read_generation_config
 from ...shard.checkpoint.head_tensors import HeadFound, find_head
+from ...shard.checkpoint.model_classes import mapped_bytes
 from ...shard.checkpoint.vision import may_read_images
 from .gguf_places import by_name, by_path, in_model_folders
 from .hub_cache import HubCache, is_own, offline_by
@@ -320,8 +321,9 @@ class ModelLibrary:
             for path in folder.rglob("*.safetensors")
             if is_weight_file(path.relative_to(folder).as_posix())
         )
-        card = derive_card(place.id, config, size, overrides)
         checkpoint = self.checkpoint(folder)
+        overrides = {"mapped_bytes": mapped_bytes(checkpoint), **overrides}
+        card = derive_card(place.id, config, size, overrides)
         if card.native_mtp is None and isinstance(head := find_head(checkpoint), HeadFound):
             native_mtp = FIRST_OF_THREE if head.layout in ("mimo_v2", "step") else DEFAULT_HEAD
             card = derive_card(place.id, config, size, {**overrides, "native_mtp": native_mtp})

@@ -1,15 +1,21 @@
-"""The model types that there are classes of: mlx-lm's by its files, none of which is imported, and
-encoders'."""
+"""The model types that there are classes of: mlx-lm's by its files, none of which is imported,
+encoders', and those that are made of mlx-vlm's modules."""
 
 import ast
 from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
+from .checkpoint import Checkpoint
 from .embedders import is_encoder
 from .python_source import statements
+
+FROM_VLM: Final = ("qwen4_exp",)
+"""Model types that mlx-lm lacks, whose modules mlx-vlm has."""
+TABLE: Final = ".ngram_embedding.shard"
+"""Part of the names of their tables' tensors."""
 
 
 def has_class(config: Mapping[str, Any]) -> bool:
@@ -21,7 +27,22 @@ def has_class(config: Mapping[str, Any]) -> bool:
         return "ForSequenceClassification" not in str(config.get("architectures"))  # a reranker
     # Text-only exports name a type that mlx-lm knows under the multimodal model's name.
     names = (kind, kind.removesuffix("_text"))
-    return any(_remapped().get(name, name) in _classes() for name in names)
+    return vlm_type(config) is not None or any(
+        _remapped().get(name, name) in _classes() for name in names
+    )
+
+
+def vlm_type(config: Mapping[str, Any]) -> str | None:
+    """The type of a model whose class is made of mlx-vlm's modules, or None for another model."""
+    kind = str(config.get("model_type")).removesuffix("_text")
+    return kind if kind in FROM_VLM and kind not in _classes() else None
+
+
+def mapped_bytes(checkpoint: Checkpoint) -> int:
+    """Bytes of the tables whose rows are read from their files as they are needed."""
+    if vlm_type(checkpoint.config) is None:
+        return 0
+    return sum(t.nbytes for t in checkpoint.tensors.values() if TABLE in t.name)
 
 
 @cache

@@ -29,6 +29,7 @@ _ADD: Final = (
 )
 ADD_IMAGES: Final = _ADD.format("images")
 ADD_ENCODERS: Final = _ADD.format("encoders")
+ADD_CLASSES: Final = _ADD.format("models of the type {kind}")
 
 
 @dataclass(frozen=True, slots=True)

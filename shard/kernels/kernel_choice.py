@@ -59,7 +59,7 @@ def choose_kernels(
 
 def _choose_recurrences(modules: Sequence[nn.Module], clock: Clock) -> list[KernelChoice]:
     def kind(m: Any) -> tuple[gated_delta.Sizes, int, int] | None:
-        if not isinstance(m, TapedGatedDelta):
+        if not isinstance(m, TapedGatedDelta) or not m.takes_kernel:
             return None
         heads, dtype = (m.num_k_heads, m.num_v_heads, m.head_k_dim), m.conv1d.weight.dtype
         return gated_delta.Sizes(*heads, dtype), m.head_v_dim, m.conv_kernel_size

@@ -14,4 +14,5 @@ stage_model.py: layers [a, b) of a model, with their caches, quantised or not
 stored_rows.py: which numbers of rows agree, on disk
 tensors.py: arrays to bytes and back, and the errors of numbers that are not finite
 tower.py: the vision tower beside a text model, by family
+vlm_classes.py: classes of models that mlx-lm lacks, of mlx-vlm's modules
 """

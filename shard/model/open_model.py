@@ -21,16 +21,18 @@ from mlx_lm.utils import (
 )
 
 from ...mtp.families.head import HeadSource, HeadUnusable
+from ...mtp.families.row_table import StoredRows, ours_of
 from ...mtp.families.table import family_of, prepare
 from ...mtp.families.weights import cast_parameters, fill_head
 from ...mtp.seams import FORWARD_FAULTS
 from ...placement.cluster import layer_range
 from ...placement.errors import InvalidCheckpoint, LoadFailed
-from ..checkpoint.checkpoint import Checkpoint, read_config
+from ..checkpoint.checkpoint import Checkpoint, read_checkpoint, read_config
 from ..checkpoint.embedders import encoder_changes, is_encoder, require_pooling
 from ..checkpoint.head_tensors import HeadFound
 from ..checkpoint.vision import ADD_ENCODERS, has_extra
 from .embedder import NO_LM_HEAD, encoder_classes, with_backbone_names
+from .vlm_classes import vlm_classes
 
 MODEL_FAULTS = (
     *FORWARD_FAULTS,
@@ -95,6 +97,8 @@ def read_layers(
     model.eval()
     if dtype is not None:
         cast_parameters(model, dtype)
+        for table in getattr(model, "tables", {}).values():
+            table.dtype = dtype
     prepare(model)
     layers: list[nn.Module] = list(cast(Any, model).layers)
     require_layers(model, first, end)
@@ -124,7 +128,7 @@ def _load_backbone(folder: Path, config: Mapping[str, Any], *, embeds: bool) -> 
             model_class, arguments = encoder_classes(config)
             stock.append(model_class)
             return model_class, arguments
-        model_class, arguments = _get_classes(config)
+        model_class, arguments = model_classes(config)
         stock.append(model_class)
         return _without_head(model_class, embeds=embeds), arguments
 
@@ -137,7 +141,32 @@ def _load_backbone(folder: Path, config: Mapping[str, Any], *, embeds: bool) -> 
     with _weights_folder(folder, config) as view:
         model, _ = load_model(view, lazy=True, model_config=changes, get_model_classes=classes)
     model.__class__ = stock[0]
+    if tables := getattr(model, "tables", None):
+        _fill(tables, folder)
     return model
+
+
+def _fill(tables: Mapping[str, Any], folder: Path) -> None:
+    """Maps the tensors of tables that are read by rows. Raises ValueError for unusable ones."""
+    parts: dict[str, list[dict[str, StoredRows]]] = {
+        name: [{} for _ in range(table.shards)] for name, table in tables.items()
+    }
+    for tensor in read_checkpoint(folder).tensors.values():
+        name, _, rest = ours_of(tensor.name).partition(".shards.")
+        if name in parts:
+            shard, _, part = rest.partition(".")
+            place = StoredRows(folder / tensor.file, tensor.start, tensor.dtype, tensor.shape)
+            parts[name][int(shard)][part] = place
+    for name, table in tables.items():
+        table.fill(parts[name])
+
+
+def model_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+    """The class of a model that is no encoder, and that of its arguments.
+
+    Raises LoadFailed without the extra that the class needs, and the errors of an unknown type.
+    """
+    return vlm_classes(config) or _get_classes(config)
 
 
 @contextmanager

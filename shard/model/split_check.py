@@ -22,7 +22,6 @@ from typing import Annotated, Any, Final, NamedTuple, cast
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.utils import _get_classes  # pyright: ignore[reportPrivateUsage]
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from ...mtp.caches.rollback import cache_arrays, can_roll_back, rollback
@@ -33,7 +32,7 @@ from ...placement.errors import InvalidCard, LoadFailed
 from ...placement.split_refusal import SplitRefusal
 from ..checkpoint.files import read_bounded, write_atomic
 from .layer_view import LayerRecords
-from .open_model import MODEL_FAULTS, headline, mlx_lm_type, parameters_of
+from .open_model import MODEL_FAULTS, headline, mlx_lm_type, model_classes, parameters_of
 from .small_config import small_config
 from .stage_model import ONE_NODE, StageModel
 
@@ -271,8 +270,9 @@ def _compare(actual: mx.array, expected: mx.array, what: str) -> None:
 def small_model(config: Mapping[str, Any], *, stock: bool = False) -> nn.Module:
     """A model with random weights, a function of the config. `stock`: keep mlx-lm's layers."""
     config = {**config, "model_type": mlx_lm_type(config["model_type"])}
-    model_class, arguments = _get_classes(config)
-    model: nn.Module = model_class(arguments.from_dict(config))
+    classes = model_classes(config)
+    arguments: Any = classes[1]
+    model: nn.Module = cast(Any, classes[0])(arguments.from_dict(config))
     flat = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
     if (numbers := sum(value.size for _, value in flat)) > _MAX_NUMBERS:
         raise ValueError(f"it has {numbers} parameters however small its config.json is made")

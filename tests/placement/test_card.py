@@ -318,7 +318,11 @@ GROUPED = {"head_dim": 64}
         ({"id": " m"}, "id", "match pattern"),
         ({"id": None}, "id", "valid string"),
         (GROUPED | {"kv_bits": 3}, "kv_bits", "4 or 8"),
-        (GROUPED | {"kv_bits": 8, "kv_row_width": 576}, "kv_bits", "keeps latents: remove it"),
+        (
+            GROUPED | {"kv_bits": 8, "kv_row_width": 576},
+            "kv_bits",
+            "keeps no plain keys and values: remove it",
+        ),
         ({"kv_bits": 8, "head_dim": 80}, "kv_bits", "80, which groups of 32 numbers do not"),
         (GROUPED | {"kv_bits": 4, "num_attention_layers": 0}, "kv_bits", "layers is 0: remove it"),
     ],

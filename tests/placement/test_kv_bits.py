@@ -87,7 +87,8 @@ def test_a_setting_does_not_apply_to_a_model_that_it_would_make_unloadable() -> 
     assert planned.kv_bits.bits == 0
     assert (
         "attention caches are not quantised: EXO_KV_BITS=8 on the head does not apply, because "
-        "kv_row_width says that this model's attention keeps latents" in planned.reason
+        "kv_row_width says that this model's attention keeps no plain keys and values"
+        in planned.reason
     )
 
 

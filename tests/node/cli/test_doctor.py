@@ -139,12 +139,13 @@ def test_images_and_encoders_are_named_with_both_ways_to_add_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     installed = vision_extra()
-    assert "for images and encoders (BERT" in installed.text and not installed.remedy
-    assert "mlx-vlm 0." in installed.text
+    assert "for images, encoders (BERT" in installed.text and not installed.remedy
+    assert "and Qwen3.8-Flash-Next: mlx-vlm 0." in installed.text
     monkeypatch.setattr(doctor_module, "has_extra", lambda: False)
     checks = vision_extra()
     assert checks.state == "ok"
     assert "no images" in checks.text and "encoders (BERT, " in checks.text
+    assert "and Qwen3.8-Flash-Next are not loaded" in checks.text
     assert "exo-node[vision]" in checks.remedy and "--no-deps mlx-vlm pillow" in checks.remedy
 
 

@@ -1,0 +1,316 @@
+"""Qwen3.8-Flash-Next: mlx-vlm's qwen4_exp, which mlx-lm lacks, made a model as mlx-lm's are.
+
+The hidden state is several streams side by side, which each layer mixes, so it is `hc_count` times
+as wide as an embedding; n-grams of the ids add rows of a table at some layers; attention reads the
+blocks of keys that an indexer chooses. The modules are mlx-vlm's. What is written here anew is what
+it computes otherwise for several rows than for single ones, and its caches.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, cast
+
+import mlx.core as mx
+from mlx import nn
+from mlx_lm.models import switch_layers
+from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
+from mlx_lm.models.cache import CacheList, KVCache
+from mlx_vlm.models import switch_layers as vlm_switch_layers
+from mlx_vlm.models.qwen4_exp import language
+from mlx_vlm.models.qwen4_exp.config import TextConfig
+
+from ..caches.rollback import Swaps, TapedCache, parts_of, rows_of_each, swap_classes
+from ..caches.window import MAX_ROLLBACK_ROWS
+from .qwen import split_fused_experts, stack_experts
+from .row_table import RowTable, ours_of
+from .taped_gated_delta import TapedGatedDelta
+
+_CONV, _STATE, _PLE_CONV, _IDS = range(4)
+"""A recurrent layer's arrays; the last two where n-grams are added."""
+
+
+class KeptRows:
+    """In place of a cache for mlx-vlm's n-gram layer: collects the rows that it would keep."""
+
+    def __init__(self, cache: TapedCache) -> None:
+        self._cache = cache
+        self.windows: dict[int, tuple[mx.array, int]] = {}
+        """By place in the cache: the rows with those before them, and how many of them stay."""
+
+    def __getitem__(self, index: int) -> mx.array | None:
+        return self._cache[index]
+
+    def update_window(self, index: int, rows: mx.array, width: int) -> None:
+        self.windows[index] = rows, width
+
+    def commit(self) -> None:
+        """Stores what the layer keeps, and adds it to the tape of the forward."""
+        cache = self._cache
+        for index, (rows, width) in self.windows.items():
+            cache[index] = mx.contiguous(rows[:, rows.shape[1] - width :])
+        kept = [rows for _, rows in sorted(self.windows.items())]
+        cache.extend_tape(
+            lambda count: [mx.contiguous(rows[:, count : count + width]) for rows, width in kept],
+            lambda at: [rows_of_each(rows, at[1], width) for rows, width in kept],
+        )
+
+
+class StreamsDelta(TapedGatedDelta, language.Qwen4ExpGatedDeltaNet):
+    """The gated delta layer with a tape. Of mlx-vlm's two convolutions, one of which is for single
+    rows, it computes the other for all."""
+
+    takes_kernel = False
+
+    def project(self, inputs: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        z = self.in_proj_z(inputs).reshape(*inputs.shape[:2], self.num_v_heads, self.head_v_dim)
+        return self.in_proj_qkv(inputs), z, self.in_proj_b(inputs), self.in_proj_a(inputs)
+
+    def __call__(
+        self, inputs: mx.array, mask: mx.array | None = None, cache: Any = None
+    ) -> mx.array:
+        if self.chunked is not None and inputs.shape[1] > MAX_ROLLBACK_ROWS:
+            return self._rows(inputs, cache, self._by_chunks)
+        return self._rows(inputs, cache, self._by_steps)
+
+    def _normalized(self, q: mx.array, k: mx.array) -> tuple[mx.array, mx.array]:
+        return self._normalize_qk(q, k)
+
+
+class BlockwiseAttention(language.Qwen4ExpAttention):
+    """Attention to chosen blocks of keys, whose rows are computed as each is alone.
+
+    The cache has two parts: keys and values, and the indexer's rows. Their keys are those of single
+    tokens, and in place of values stands the key of a block that would end with that token: so each
+    is computed once, a rollback only trims, and those of whole blocks are every fourth row.
+    Of blocks with equal scores the last ones are read, as MLX sorts, whatever rows a batch has.
+    """
+
+    def __call__(
+        self,
+        x: mx.array,
+        mask: Any = None,
+        cache: Any = None,
+        position_ids: Any = None,
+        position_embeddings: Any = None,
+    ) -> mx.array:
+        del position_ids, position_embeddings
+        batch, rows, _ = x.shape
+        store, index = cache[0], cache[1]
+        offset = store.offset
+        ends = mx.broadcast_to(_positions(offset, rows) + 1, (batch, rows))
+        query, blocks = self._index_rows(x, index, ends - 1)
+        q, k, v, gate, _ = self._prepare_projected_qkv(
+            self.q_proj(x), self.k_proj(x), self.v_proj(x), store, ends - 1, None, None
+        )
+        store.keys = mx.depends(store.keys, (index.keys, index.values))
+        length, ratio = k.shape[2], self.indexer.compress_ratio
+        out = list[mx.array]()
+        parts = range(rows) if rows <= MAX_ROLLBACK_ROWS else ()
+        if length // ratio <= self.indexer.block_topk:
+            out.append(self._attend(q, k, v, store, mask))
+        elif not parts:
+            chosen = self._chosen(query, blocks, ends, length)
+            out.append(self._attend(q, k, v, store, chosen))
+        for row in parts if not out else ():
+            one, end = slice(row, row + 1), length - (rows - 1 - row)
+            chosen = None
+            if batch > 1 or end // ratio > self.indexer.block_topk:
+                few = blocks[:, :, : end // ratio]
+                chosen = self._chosen(query[:, :, one], few, ends[:, one], end)
+            out.append(self._attend(q[:, :, one], k[:, :, :end], v[:, :, :end], store, chosen))
+        joined = mx.concatenate(out, axis=2).transpose(0, 2, 1, 3).reshape(batch, rows, -1)
+        return self.o_proj(joined * mx.sigmoid(gate))
+
+    def _attend(self, q: mx.array, k: mx.array, v: mx.array, cache: Any, mask: Any) -> mx.array:
+        return scaled_dot_product_attention(q, k, v, cache=cache, scale=self.scale, mask=mask)
+
+    def _index_rows(
+        self, x: mx.array, cache: Any, positions: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """The indexer's queries (B, heads, n, D) of rows, and the keys (B, 1, blocks, D) of all
+        whole blocks, after these rows are cached."""
+        part: Any = self.indexer
+        batch, rows, _ = x.shape
+        ratio = part.compress_ratio
+        projected = part.index_qk_proj(x).reshape(batch, rows, -1, part.head_dim)
+        query = part.q_layernorm(projected[:, :, : part.n_heads]).transpose(0, 2, 1, 3)
+        query = part._apply_rope(query, positions)
+        raw = projected[:, :, part.n_heads :].transpose(0, 2, 1, 3)
+        window = mx.concatenate([_last_rows(cache, raw, ratio - 1), raw], axis=2)
+        spans = [window[:, :, i : i + rows] for i in range(ratio)]
+        mean = mx.mean(mx.stack(spans, axis=3).astype(mx.float32), axis=3)
+        keys = part.k_layernorm(mean.astype(raw.dtype))
+        keys = part._apply_rope(keys, mx.maximum(positions - (ratio - 1), 0))
+        _, blocks = cache.update_and_fetch(raw, keys)
+        return query, blocks[:, :, ratio - 1 :: ratio]
+
+    def _chosen(self, query: mx.array, blocks: mx.array, ends: mx.array, length: int) -> mx.array:
+        """The mask (B, 1, n, length) of rows that see `ends` (B, n) keys each."""
+        part = self.indexer
+        ratio, count, most = part.compress_ratio, blocks.shape[2], part.block_topk
+        scores = query.astype(mx.float32) @ blocks.astype(mx.float32).swapaxes(-1, -2)
+        scores = mx.maximum(scores, 0).sum(axis=1) / part.head_dim**0.5
+        whole = (ends // ratio)[..., None]
+        scores = mx.where(mx.arange(count) < whole, scores, -1)
+        least = mx.partition(scores, kth=count - most, axis=-1)[..., count - most, None]
+        above = scores > least
+        ties = scores == least
+        room = most - above.sum(axis=-1, keepdims=True)
+        taken = above | (ties & (mx.cumsum(ties, axis=-1, reverse=True) <= room))
+        keys = mx.arange(length)
+        seen = mx.pad(
+            mx.repeat(taken, ratio, axis=-1), [(0, 0), (0, 0), (0, length - count * ratio)]
+        )
+        seen = seen | (keys >= whole * ratio) | (whole <= most)
+        return (seen & (keys < ends[..., None]))[:, None]
+
+
+def _positions(offset: int | mx.array, rows: int) -> mx.array:
+    """(1 or B, n): the positions of `rows` rows."""
+    first = offset[:, None] if isinstance(offset, mx.array) else offset
+    return (first + mx.arange(rows, dtype=mx.int32)).reshape(-1, rows)
+
+
+def _last_rows(cache: Any, like: mx.array, count: int) -> mx.array:
+    """The cache's last `count` keys of each request, or arbitrary ones where it has fewer."""
+    batch, heads, _, size = like.shape
+    keys = cache.keys
+    if keys is None or keys.shape[2] == 0:
+        return mx.zeros((batch, heads, count, size), dtype=like.dtype)
+    at = mx.maximum(_positions(cache.offset, count) - count, 0)[:, None, :, None]
+    return mx.take_along_axis(
+        keys[:batch], mx.broadcast_to(at, (batch, heads, count, size)), axis=2
+    )
+
+
+class StreamsLayer(language.Qwen4ExpDecoderLayer):
+    """mlx-vlm's decoder layer, whose n-grams keep their rows beside the recurrence's."""
+
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, hidden_states: mx.array, input_ids: Any, mask: Any = None, cache: Any = None
+    ) -> mx.array:
+        kept = None
+        if "ple" in self:
+            kept = KeptRows(cache)
+            hidden_states = hidden_states + self.ple(
+                hidden_states, input_ids, cast("Any", kept), None
+            )
+        mixed, streams, weights = self.attn_hyper_connection(hidden_states)
+        mixer = self.linear_attn if self.is_linear else self.self_attn
+        branch = mixer(mixed, mask=None if self.is_linear else mask, cache=cache)
+        if kept is not None:
+            kept.commit()
+        hidden_states = _injected(streams, branch, weights)
+        mixed, streams, weights = self.mlp_hyper_connection(hidden_states)
+        return _injected(streams, self.mlp(mixed), weights)
+
+
+def _injected(streams: mx.array, branch: mx.array, weights: mx.array) -> mx.array:
+    return streams + (branch[..., None, :] * weights[..., None]).reshape(*streams.shape)
+
+
+class StreamsBody(language.Qwen4ExpModel):
+    """mlx-vlm's stack of layers for caches of this project."""
+
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, inputs: Any, cache: Sequence[Any], input_embeddings: mx.array | None = None
+    ) -> mx.array:
+        return self.mixed(self.streams(inputs, cache, input_embeddings))
+
+    def mixed(self, streams: mx.array) -> mx.array:
+        """(B, n, hc_count * H) -> (B, n, H), what the lm_head reads."""
+        return cast("mx.array", self.hyper_connection_mixer(streams))
+
+    def streams(
+        self, inputs: Any, cache: Sequence[Any], input_embeddings: mx.array | None = None
+    ) -> mx.array:
+        """Appends ids (B, n) -> (B, n, hc_count * H), before they are mixed for the lm_head."""
+        x = self.embed_tokens(inputs) if input_embeddings is None else input_embeddings
+        x = mx.tile(x, (1, 1, self.args.hc_count))
+        mask = create_attention_mask(x, parts_of(cache[self.fa_idx])[0])
+        layers: list[Any] = self.layers
+        for layer, own in zip(layers, cache, strict=True):
+            x = layer(x, inputs, mask, own)
+        return x
+
+
+SWAPS: Final[Swaps] = {
+    language.Qwen4ExpModel: StreamsBody,
+    language.Qwen4ExpDecoderLayer: StreamsLayer,
+    language.Qwen4ExpGatedDeltaNet: StreamsDelta,
+    language.Qwen4ExpAttention: BlockwiseAttention,
+    vlm_switch_layers.SwitchGLU: switch_layers.SwitchGLU,
+    vlm_switch_layers.SwitchLinear: switch_layers.SwitchLinear,
+}
+
+
+class ModelArgs:
+    """mlx-vlm's arguments of the text model, from a whole config.json or a text model's own."""
+
+    @staticmethod
+    def from_dict(config: Mapping[str, Any]) -> TextConfig:
+        text = dict(config.get("text_config") or config)
+        for field in ("eos_token_id", "tie_word_embeddings"):
+            if text.get(field) is None and config.get(field) is not None:
+                text[field] = config[field]
+        return TextConfig.from_dict(text)
+
+
+class Model(nn.Module):
+    """The text model, as mlx-lm's classes of multimodal models have it."""
+
+    def __init__(self, args: TextConfig) -> None:
+        super().__init__()
+        self.args = args
+        self.model_type = args.model_type
+        self.language_model = language.LanguageModel(args)
+        swap_classes(self.language_model, SWAPS)
+
+    def __call__(
+        self, inputs: Any, cache: Sequence[Any] | None = None, input_embeddings: Any = None
+    ) -> mx.array:
+        body: Any = self.language_model.model
+        out = body(inputs, self.make_cache() if cache is None else cache, input_embeddings)
+        if self.args.tie_word_embeddings:
+            return body.embed_tokens.as_linear(out)
+        return self.language_model.lm_head(out)
+
+    @property
+    def layers(self) -> list[Any]:
+        return self.language_model.model.layers
+
+    def make_cache(self) -> list[Any]:
+        return [_cache_of(layer) for layer in self.layers]
+
+    @property
+    def cast_predicate(self) -> Callable[[str], bool]:
+        return lambda path: not path.endswith("A_log")
+
+    @property
+    def tables(self) -> dict[str, RowTable]:
+        """The tables that are read by rows, by the beginnings of their tensors' names."""
+        named = {name: module for name, module in self.named_modules()}
+        return {name: module for name, module in named.items() if isinstance(module, RowTable)}
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        """A checkpoint's tensors as the parameters; the n-gram tables are left in their files."""
+        named = {ours_of(name): value for name, value in weights.items()}
+        named = {k: v for k, v in named.items() if k.startswith("language_model.")}
+        if self.args.tie_word_embeddings:
+            named.pop("language_model.lm_head.weight", None)
+        for layer in self.layers:
+            if "ple" in layer:
+                part = layer.ple.ple_embedding
+                if isinstance(part.ngram_embedding, language.ShardedEmbedding):
+                    stock = part.ngram_embedding
+                    part.ngram_embedding = RowTable(stock.shard_sizes, stock.dims)
+        named = {k: v for k, v in named.items() if ".ngram_embedding." not in k}
+        for name, value in named.items():
+            if "conv1d.weight" in name and value.shape[-1] != 1:
+                named[name] = value.moveaxis(2, 1)
+        return stack_experts(split_fused_experts(named))
+
+
+def _cache_of(layer: Any) -> Any:
+    if layer.is_linear:
+        return TapedCache(4 if "ple" in layer else 2)
+    return CacheList(KVCache(), KVCache())

@@ -1,0 +1,199 @@
+"""Qwen3.8-Flash-Next, of which mlx-lm has no class, against mlx-vlm's own forward of it."""
+
+import copy
+import functools
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import pytest
+import qwen4
+from engines import answer, engine_of, load_quietly, request, spec
+from mlx import nn
+from mlx.utils import tree_flatten
+from pipelines import pipeline_of
+from qwen4 import LAYERS
+from zoo_runs import together_on_one_node
+
+from exo_node.mtp.caches.rollback import cache_arrays, rollback
+from exo_node.node.store.library import ModelLibrary
+from exo_node.node.store.places import in_folders
+from exo_node.placement.errors import InvalidCheckpoint, LoadFailed
+from exo_node.proto import peer_pb2 as pb
+from exo_node.shard.checkpoint.checkpoint import read_checkpoint
+from exo_node.shard.checkpoint.model_classes import TABLE
+from exo_node.shard.engine.answers.text_engine import TextEngine
+from exo_node.shard.model import vlm_classes
+from exo_node.shard.model.load import Loaded
+from exo_node.shard.model.open_model import open_model, read_layers
+from exo_node.shard.model.stage_model import StageModel
+
+PROMPT = [(37 * i + 11) % 500 for i in range(21)]
+OTHERS = (
+    [(53 * i + 7) % 500 for i in range(40)],
+    [5, 4095, 9],
+    [(11 * i) % 300 for i in range(13)],
+)
+TOKENS = 24
+_KEPT = tempfile.TemporaryDirectory(prefix="exo-qwen4-")
+
+
+@functools.cache
+def model_of_theirs() -> Any:
+    return qwen4.theirs(qwen4.config_of(vocabulary=4096))
+
+
+@functools.cache
+def checkpoint() -> Path:
+    config = qwen4.config_of(vocabulary=4096)
+    return qwen4.save(Path(_KEPT.name) / "plain", config, qwen4.published(model_of_theirs()))
+
+
+@functools.cache
+def stage() -> StageModel:
+    model = open_model(checkpoint())
+    _ = read_layers(model, 0, LAYERS, mx.float32, outer=True, progress=lambda _part, _total: None)
+    return StageModel(model, 0, LAYERS)
+
+
+@functools.cache
+def expected(prompt: tuple[int, ...]) -> list[int]:
+    return qwen4.greedy(model_of_theirs(), prompt, TOKENS)[0]
+
+
+def forward(caches: list[Any], ids: Sequence[int]) -> mx.array:
+    logits = cast(Any, stage().model)(mx.array([list(ids)]), cache=caches)[0]
+    mx.eval(logits, cache_arrays(caches))
+    return logits
+
+
+@pytest.mark.smoke
+def test_single_rows_have_the_bits_of_mlx_vlm() -> None:
+    """A prompt too, where it is read so: in one forward mlx-vlm sums a recurrence in chunks."""
+    model, theirs, ours = model_of_theirs(), model_of_theirs().make_cache(), stage().make_caches()
+    for token in [*PROMPT, *OTHERS[0], 4095, 3, 4]:
+        got = model(mx.array([[token]]), cache=theirs).logits[0]
+        assert mx.array_equal(got, forward(ours, [token]))
+
+
+def test_a_prompt_in_one_forward_is_close_to_mlx_vlms() -> None:
+    got = model_of_theirs()(mx.array([PROMPT]), cache=model_of_theirs().make_cache()).logits[0]
+    assert mx.allclose(got, forward(stage().make_caches(), PROMPT), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 8])
+@pytest.mark.parametrize("before", [0, 9, 21])
+def test_a_block_is_its_single_rows_and_rows_taken_back_were_never_written(
+    rows: int, before: int
+) -> None:
+    read, block, after = stage().make_caches(), OTHERS[0][:rows], [20, 4095, 41]
+    if before:
+        _ = forward(read, PROMPT[:before])
+    single = copy.deepcopy(read)
+    expected_rows = mx.concatenate([forward(single, [token]) for token in block])
+    for count in range(rows + 1):
+        rolled, never = copy.deepcopy(read), copy.deepcopy(read)
+        assert mx.array_equal(forward(rolled, block), expected_rows)
+        rollback(rolled, rows - count)
+        if count:
+            _ = forward(never, block[:count])
+        assert mx.array_equal(forward(rolled, after), forward(never, after))
+
+
+def engine_spec(**changes: Any) -> pb.StageSpec:
+    fields = {"num_layers": LAYERS, "prefill_chunk": 8} | changes
+    return spec(checkpoint(), 0, LAYERS, **fields)
+
+
+@functools.cache
+def loaded() -> Loaded:
+    return load_quietly(engine_spec())
+
+
+def engine(**changes: Any) -> TextEngine:
+    return engine_of(loaded(), engine_spec(**changes))
+
+
+@pytest.mark.smoke
+def test_answers_have_mlx_vlms_ids() -> None:
+    for prompt in (PROMPT, *OTHERS):
+        got = answer(engine(), request(prompt, 0, TOKENS, ignore_eos=True)).ids
+        assert list(got) == expected(tuple(prompt))
+
+
+@pytest.mark.parametrize("bounds", [(0, 2, 5), (0, 1, 5), (0, 4, 5), (0, 1, 3, 5)])
+def test_stages_have_mlx_vlms_ids(bounds: tuple[int, ...]) -> None:
+    split = pipeline_of(bounds, checkpoint(), prefill_chunk=8)
+    for prompt in (PROMPT, OTHERS[1]):
+        rounds = split.rounds(prompt, TOKENS)
+        assert [t for r in rounds for t in r.tokens] == expected(tuple(prompt))
+    assert not split.leftovers
+
+
+def test_requests_that_share_forwards_get_the_ids_that_each_gets_alone() -> None:
+    prompts = (PROMPT, *OTHERS)
+    ids = together_on_one_node(cast("Any", stage().model), prompts, 8, TOKENS)
+    assert ids == [expected(tuple(prompt)) for prompt in prompts]
+
+
+def test_a_prompt_continues_from_a_prefix_and_an_answer_from_its_log() -> None:
+    served = engine(prefix_cache_bytes=64 << 20)
+    first = answer(served, request(PROMPT, 0, TOKENS, ignore_eos=True))
+    longer = [*PROMPT, *first.ids, *OTHERS[2]]
+    second = answer(served, request(longer, 0, TOKENS, ignore_eos=True))
+    assert second.stats.cached_tokens == 16  # whole chunks
+    assert list(second.ids) == expected(tuple(longer))
+    log = first.rounds[:7]
+    resumed = answer(engine(), request(PROMPT, 0, TOKENS, ignore_eos=True, replay=log, attempt=2))
+    assert resumed.ids == first.ids[7:]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantised_conversion_has_mlx_vlms_bits(tmp_path: Path, bits: int) -> None:
+    """In mlx-vlm's names; the tables are quantised, too."""
+    config = qwen4.config_of("bfloat16")
+    model = qwen4.theirs(config)
+    nn.quantize(model, 32, bits)
+    sizes = {"quantization": {"group_size": 32, "bits": bits}}
+    flat = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
+    weights = {f"language_model.{name}": value for name, value in flat}
+    folder = qwen4.save(tmp_path / "packed", config | sizes, weights)
+    ours = cast(Any, open_model(folder))
+    _ = read_layers(ours, 0, LAYERS, mx.bfloat16, outer=True, progress=lambda _part, _total: None)
+    theirs, caches = model.make_cache(), StageModel(ours, 0, LAYERS).make_caches()
+    for token in (*PROMPT, 511, 3, 4):
+        got = ours(mx.array([[token]]), cache=caches)
+        want = model(mx.array([[token]]), cache=theirs).logits
+        assert mx.array_equal(got, want)
+
+
+def test_without_the_extra_a_load_names_both_ways_to_add_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vlm_classes, "has_extra", lambda: False)
+    with pytest.raises(LoadFailed, match=r"models of the type qwen4_exp.*exo-node\[vision\]"):
+        _ = open_model(checkpoint())
+
+
+def test_the_tables_are_left_in_their_files_and_out_of_the_memory_of_a_plan() -> None:
+    tables = [t for t in read_checkpoint(checkpoint()).tensors.values() if TABLE in t.name]
+    assert len(tables) == 3
+    held = cast("list[tuple[str, mx.array]]", tree_flatten(stage().model.parameters()))
+    assert not [name for name, _ in held if "ngram_embedding." in name]
+    place = next(p for p in in_folders([checkpoint().parent]) if p.folder == checkpoint())
+    card = ModelLibrary([checkpoint().parent], offline=True).open(place).card
+    assert card.mapped_bytes == sum(t.nbytes for t in tables)
+    assert card.memory_bytes == card.weight_bytes - card.mapped_bytes
+    assert (card.hidden_width, card.kv_row_width) == (4 * 64, 2 * 2 * 32 + 2 * 32)
+
+
+def test_a_table_that_lacks_rows_is_refused(tmp_path: Path) -> None:
+    config = qwen4.config_of()
+    weights = qwen4.published(qwen4.theirs(config))
+    short = next(name for name in weights if name.endswith("shard_1.weight"))
+    weights[short] = weights[short][1:]
+    folder = qwen4.save(tmp_path / "short", config, weights)
+    with pytest.raises(InvalidCheckpoint, match="n-gram tables have other rows"):
+        _ = open_model(folder)

@@ -1,0 +1,171 @@
+"""Tiny random checkpoints of Qwen3.8-Flash-Next in the published layout, and mlx-vlm's own forward
+of them."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final, cast
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+from models import DEMO
+
+from exo_node.shard.model.open_model import model_classes
+
+LAYERS: Final = 5
+VOCABULARY: Final = 512
+BUDGET: Final = 16
+"""Keys that attention reads beside the last ones: fewer than the tests' prompts have."""
+
+
+def config_of(
+    dtype: str = "float32", vocabulary: int = VOCABULARY, **changes: Any
+) -> dict[str, Any]:
+    text: dict[str, Any] = {
+        "model_type": "qwen4_exp_text",
+        "dtype": dtype,
+        "hidden_size": 64,
+        "num_hidden_layers": LAYERS,
+        "layer_types": [
+            "full_attention" if i in (2, 4) else "linear_attention" for i in range(LAYERS)
+        ],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 4096,
+        "hc_count": 4,
+        "hc_lowrank": 32,
+        "ple_layer_ids": [2],
+        "ple_embed_dim": 128,
+        "ple_conv_kernel_size": 4,
+        "ngram_size": 3,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 200,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "split_ngram_parts": 3,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 32,
+        "indexer_budget": BUDGET,
+        "indexer_compress_ratio": 4,
+        "output_gate_type": "sigmoid",
+        "eos_token_id": vocabulary - 1,
+        "mtp_num_hidden_layers": 1,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [3, 3, 2],
+        },
+        **changes,
+    }
+    return {
+        "architectures": ["Qwen4ExpForConditionalGeneration"],
+        "model_type": "qwen4_exp",
+        "tie_word_embeddings": False,
+        "eos_token_id": vocabulary - 1,
+        "text_config": text,
+    }
+
+
+def theirs(config: dict[str, Any], seed: int = 0) -> Any:
+    """mlx-vlm's own language model with random weights; norms and biases are no constants."""
+    _ = model_classes(config)
+    from mlx_vlm.models.qwen4_exp.config import TextConfig
+    from mlx_vlm.models.qwen4_exp.language import LanguageModel
+
+    mx.random.seed(seed)
+    outer = SimpleNamespace(
+        vision_config=SimpleNamespace(spatial_merge_size=2),
+        image_token_id=-1,
+        video_token_id=-2,
+        vision_start_token_id=-3,
+    )
+    model = LanguageModel(TextConfig.from_dict(dict(config["text_config"])), cast("Any", outer))
+    dtype = getattr(mx, config["text_config"]["dtype"])
+    drawn = [
+        (name, _drawn(name, value, dtype))
+        for name, value in cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
+    ]
+    _ = model.load_weights(drawn)
+    _ = model.eval()
+    mx.eval(model.parameters())
+    return model
+
+
+def _drawn(name: str, value: mx.array, dtype: mx.Dtype) -> mx.array:
+    if not mx.issubdtype(value.dtype, mx.floating):
+        return value
+    noise = mx.random.normal(value.shape)
+    if value.ndim == 1:
+        drawn = value + 0.2 * noise
+    elif "conv1d" in name:
+        drawn = noise * value.shape[1] ** -0.5
+    elif "embed" in name:
+        drawn = noise
+    else:
+        drawn = noise * value.shape[-1] ** -0.5
+    return drawn.astype(mx.float32 if name.endswith("A_log") else dtype)
+
+
+def published(model: nn.Module) -> dict[str, mx.array]:
+    """The model's tensors as the publisher names and shapes them."""
+    named = dict[str, mx.array]()
+    for name, value in cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters())):
+        name = name.replace("ngram_embedding.shards.", "ngram_embedding.shard_")
+        name = (
+            name
+            if name.startswith("lm_head")
+            else name.replace("model.", "model.language_model.", 1)
+        )
+        named[name] = value.moveaxis(2, 1) if "conv1d" in name else value
+    for name in [each for each in named if "switch_mlp.gate_proj" in each]:
+        stem = name.removesuffix(".switch_mlp.gate_proj.weight")
+        gate, up, down = (
+            named.pop(f"{stem}.switch_mlp.{p}_proj.weight") for p in ("gate", "up", "down")
+        )
+        named[f"{stem}.experts.gate_up_proj"] = mx.concatenate([gate, up], axis=1)
+        named[f"{stem}.experts.down_proj"] = down
+    return named
+
+
+def save(folder: Path, config: dict[str, Any], weights: dict[str, mx.array]) -> Path:
+    """Writes a checkpoint of two files; with the demo's tokenizer if the vocabulary is its."""
+    folder.mkdir(parents=True)
+    names = sorted(weights)
+    for number in range(2):
+        part = {name: mx.contiguous(weights[name]) for name in names[number::2]}
+        mx.save_safetensors(
+            str(folder / f"model-0000{number + 1}-of-00002.safetensors"), part, {"format": "pt"}
+        )
+    (folder / "config.json").write_text(json.dumps(config))
+    if config["text_config"]["vocab_size"] == 4096:
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            shutil.copyfile(DEMO / name, folder / name)
+    return folder
+
+
+def greedy(model: Any, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[mx.array]]:
+    """mlx-vlm's own ids and logits, one token after the other."""
+    cache, ids, logits = model.make_cache(), list[int](), list[mx.array]()
+    rows = mx.array([list(prompt)])
+    for _ in range(tokens):
+        logits.append(model(rows, cache=cache).logits[0, -1])
+        ids.append(cast("int", logits[-1].argmax().item()))
+        rows = mx.array([[ids[-1]]])
+    return ids, logits
