@@ -151,6 +151,11 @@ class WholeTarget:
         logits = self._logits(ids, caches, embeddings)[0]  # lazy: free unless they are read
         return ForwardOutput(logits[:0] if want == "none" else logits, None)
 
+    @property
+    def reads_ends(self) -> bool:
+        """Whether a prompt's last row is read with those before it; else apart."""
+        return self._layers is not None
+
     def forward_batch(
         self, tokens: mx.array, caches: Sequence[object]
     ) -> tuple[mx.array, mx.array | None]:

@@ -139,6 +139,8 @@ class GenerationStats:
     of requests in a forward, and `batching_reason` is why the request never shared one. All counts
     of drafts include those of `lookup_rounds`, which were copied from the prompt or the answer;
     `lookup_reason` is why none could be. `loop_reason` is why the answer's repeats ended it.
+    Upper layers of the prompt were computed by the nodes `read_by`, to which and from which
+    `read_bytes` moved in `read_s`; `read_reason` is why by them, or why not.
     """
 
     drafter_kind: DrafterKind = "none"
@@ -175,3 +177,7 @@ class GenerationStats:
     lookup_accepted_tokens: int = 0
     lookup_reason: str = ""
     loop_reason: str = ""
+    read_by: tuple[str, ...] = ()
+    read_s: float = 0.0
+    read_bytes: int = 0
+    read_reason: str = ""

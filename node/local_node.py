@@ -115,6 +115,7 @@ class LocalNode:
             adaptive_draft=self.switches.value("native_mtp_adaptive"),
             default_draft_tokens=self.settings.native_mtp_default_k,
             kv_bits=self.settings.kv_bits,
+            reads=self.settings.readers,
         )
         facts.MergeFrom(self.about())
         return self.profiling.add_to(facts)

@@ -73,6 +73,8 @@ class NodeFacts:
     """The operator's choice."""
     float32_products: str = ""
     """`OWN`: its CPU multiplies float32 matrices by exo-node's own code; else why not."""
+    reads: bool = True
+    """Whether it reads prompts with other nodes."""
     chunk_limit: ChunkLimit | None = None
     """The limit for the model that is being placed, if a GPU fault there has set one."""
 

@@ -32,15 +32,15 @@ _FIELDS: Final[Mapping[str, _Bound]] = {
     **dict.fromkeys(("Heartbeat.term", "Heartbeat.incarnation"), (0, MAX_COUNTER)),
     **dict.fromkeys(("Heartbeat.life", "View.incarnation"), (0, MAX_COUNTER)),
     **dict.fromkeys(("Epoch.term", "Epoch.number"), (0, MAX_COUNTER)),
-    **dict.fromkeys(
-        ("Frame.attempt", "Member.attempt", "GenerateRequest.attempt"), (0, MAX_COUNTER)
-    ),
+    **dict.fromkeys(("Frame.attempt", "Member.attempt"), (0, MAX_COUNTER)),
+    **dict.fromkeys(("GenerateRequest.attempt", "ReadBegin.attempt"), (0, MAX_COUNTER)),
     "ParkRequest.attempt": (0, MAX_COUNTER),
     "Sampling.seed": (0, 2**64 - 1),
     "Drafting.num_draft_tokens": (-MAX_LAYERS, MAX_LAYERS),  # refused by its own name there
     **dict.fromkeys(
         ("TokenIds.ids", "Started.prompt_ids", "PrefixRequest.tokens", "PrefixQuery.tokens"), _IDS
     ),
+    "ReadBegin.tokens": _IDS,
     **dict.fromkeys(("Hidden.tokens", "Member.delta", "EncodeReply.ids"), _IDS),
 }
 _NAMES: Final[Mapping[str, _Bound]] = {

@@ -462,6 +462,7 @@ class NodeFacts(_message.Message):
     DEFAULT_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     KV_BITS_FIELD_NUMBER: _builtins.int
     KV_REFUSALS_FIELD_NUMBER: _builtins.int
+    READS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     name: _builtins.str
     version: _builtins.str
@@ -492,6 +493,8 @@ class NodeFacts(_message.Message):
     """EXO_NATIVE_MTP_DEFAULT_K; 0: each card's own"""
     kv_bits: _builtins.int
     """EXO_KV_BITS; absent: as each card says"""
+    reads: _builtins.bool
+    """EXO_READERS: prompts are read with other nodes"""
     @_builtins.property
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """ids whose files this node has"""
@@ -554,10 +557,11 @@ class NodeFacts(_message.Message):
         default_draft_tokens: _builtins.int = ...,
         kv_bits: _builtins.int | None = ...,
         kv_refusals: _abc.Iterable[Global___KvRefusal] | None = ...,
+        reads: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_kv_bits", b"_kv_bits", "kv_bits", b"kv_bits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kv_bits", b"_kv_bits", "adaptive_draft", b"adaptive_draft", "addresses", b"addresses", "async_draft_eval", b"async_draft_eval", "backend", b"backend", "chip", b"chip", "default_draft_tokens", b"default_draft_tokens", "dtype", b"dtype", "float32_products", b"float32_products", "held_models", b"held_models", "host", b"host", "http_host", b"http_host", "http_port", b"http_port", "id", b"id", "join_requests", b"join_requests", "kv_bits", b"kv_bits", "kv_refusals", b"kv_refusals", "links", b"links", "memory_bandwidth", b"memory_bandwidth", "memory_bytes", b"memory_bytes", "models", b"models", "name", b"name", "native_mtp_variable", b"native_mtp_variable", "port", b"port", "profiles", b"profiles", "split_refusals", b"split_refusals", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kv_bits", b"_kv_bits", "adaptive_draft", b"adaptive_draft", "addresses", b"addresses", "async_draft_eval", b"async_draft_eval", "backend", b"backend", "chip", b"chip", "default_draft_tokens", b"default_draft_tokens", "dtype", b"dtype", "float32_products", b"float32_products", "held_models", b"held_models", "host", b"host", "http_host", b"http_host", "http_port", b"http_port", "id", b"id", "join_requests", b"join_requests", "kv_bits", b"kv_bits", "kv_refusals", b"kv_refusals", "links", b"links", "memory_bandwidth", b"memory_bandwidth", "memory_bytes", b"memory_bytes", "models", b"models", "name", b"name", "native_mtp_variable", b"native_mtp_variable", "port", b"port", "profiles", b"profiles", "reads", b"reads", "split_refusals", b"split_refusals", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__kv_bits: _TypeAlias = _typing.Literal["kv_bits"]  # noqa: Y015
     _WhichOneofArgType__kv_bits: _TypeAlias = _typing.Literal["_kv_bits", b"_kv_bits"]  # noqa: Y015
@@ -1745,6 +1749,8 @@ class Placed(_message.Message):
     HEAD_REASON_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     PREFIX_SOURCE_FIELD_NUMBER: _builtins.int
+    READERS_FIELD_NUMBER: _builtins.int
+    READ_REASON_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     DRAFTING_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
@@ -1752,6 +1758,8 @@ class Placed(_message.Message):
     """the native MTP head"""
     head_reason: _builtins.str
     """why not"""
+    read_reason: _builtins.str
+    """likewise"""
     reason: _builtins.str
     """why this replica; empty: there is one"""
     @_builtins.property
@@ -1775,6 +1783,10 @@ class Placed(_message.Message):
         """absent: it reads what it has not cached itself"""
 
     @_builtins.property
+    def readers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reader]:
+        """as in GenerateRequest"""
+
+    @_builtins.property
     def drafting(self) -> Global___Drafting: ...
     def __init__(
         self,
@@ -1787,12 +1799,14 @@ class Placed(_message.Message):
         head_reason: _builtins.str = ...,
         sampling: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         prefix_source: Global___PrefixSource | None = ...,
+        readers: _abc.Iterable[Global___Reader] | None = ...,
+        read_reason: _builtins.str = ...,
         reason: _builtins.str = ...,
         drafting: Global___Drafting | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drafting", b"drafting", "epoch", b"epoch", "prefix_source", b"prefix_source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafting", b"drafting", "epoch", b"epoch", "head_loaded", b"head_loaded", "head_reason", b"head_reason", "kernels", b"kernels", "placement", b"placement", "prefix_source", b"prefix_source", "reason", b"reason", "sampling", b"sampling", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafting", b"drafting", "epoch", b"epoch", "head_loaded", b"head_loaded", "head_reason", b"head_reason", "kernels", b"kernels", "placement", b"placement", "prefix_source", b"prefix_source", "read_reason", b"read_reason", "readers", b"readers", "reason", b"reason", "sampling", b"sampling", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2813,6 +2827,116 @@ class EnterReply(_message.Message):
 Global___EnterReply: _TypeAlias = EnterReply  # noqa: Y015
 
 @_typing.final
+class ReadRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEGIN_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
+    FRAME_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def begin(self) -> Global___ReadBegin: ...
+    @_builtins.property
+    def prefix(self) -> Global___FileChunk:
+        """its last one is empty"""
+
+    @_builtins.property
+    def frame(self) -> Global___Frame:
+        """with `hidden`"""
+
+    def __init__(
+        self,
+        *,
+        begin: Global___ReadBegin | None = ...,
+        prefix: Global___FileChunk | None = ...,
+        frame: Global___Frame | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "frame", b"frame", "prefix", b"prefix", "what", b"what"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "frame", b"frame", "prefix", b"prefix", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["begin", "prefix", "frame"]  # noqa: Y015
+    _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_what) -> _WhichOneofReturnType_what | None: ...
+
+Global___ReadRequest: _TypeAlias = ReadRequest  # noqa: Y015
+
+@_typing.final
+class ReadBegin(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACEMENT_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    END_LAYER_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    HIDDEN_FIELD_NUMBER: _builtins.int
+    placement: _builtins.str
+    key: _builtins.str
+    """CachedPrefix.key of the caller: refused unless it is the runner's own"""
+    request: _builtins.str
+    attempt: _builtins.int
+    first_layer: _builtins.int
+    end_layer: _builtins.int
+    """exclusive"""
+    rows: _builtins.int
+    """that the caller has already"""
+    hidden: _builtins.bool
+    """the hidden states of all rows go back; else of the prompt's last"""
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """ids of the whole prompt; below 0: rows of images"""
+
+    def __init__(
+        self,
+        *,
+        placement: _builtins.str = ...,
+        key: _builtins.str = ...,
+        request: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        first_layer: _builtins.int = ...,
+        end_layer: _builtins.int = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        rows: _builtins.int = ...,
+        hidden: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "end_layer", b"end_layer", "first_layer", b"first_layer", "hidden", b"hidden", "key", b"key", "placement", b"placement", "request", b"request", "rows", b"rows", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadBegin: _TypeAlias = ReadBegin  # noqa: Y015
+
+@_typing.final
+class ReadReply(_message.Message):
+    """A piece of what one forward added, as a file of the disk tier; no bytes: the runner lives."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    ENDS_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """at most 1 MiB"""
+    ends: _builtins.bool
+    """it is the forward's last"""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        ends: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "ends", b"ends"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadReply: _TypeAlias = ReadReply  # noqa: Y015
+
+@_typing.final
 class PrefixRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2875,6 +2999,8 @@ class GenerateRequest(_message.Message):
     SHARING_FIELD_NUMBER: _builtins.int
     REPLAY_FIELD_NUMBER: _builtins.int
     PREFIX_SOURCE_FIELD_NUMBER: _builtins.int
+    READERS_FIELD_NUMBER: _builtins.int
+    READ_REASON_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     request: _builtins.str
     attempt: _builtins.int
@@ -2886,6 +3012,8 @@ class GenerateRequest(_message.Message):
     """JSON, [{"type": "function", "function": …}, …]; empty: none"""
     bare: _builtins.bool
     """the prompt was a text: its answer has no parts"""
+    read_reason: _builtins.str
+    """why those, or none; empty: there is no choice"""
     @_builtins.property
     def messages(self) -> Global___Messages: ...
     @_builtins.property
@@ -2916,6 +3044,10 @@ class GenerateRequest(_message.Message):
     def prefix_source(self) -> Global___PrefixSource:
         """absent: what is not cached here is computed"""
 
+    @_builtins.property
+    def readers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reader]:
+        """that may read upper layers of the prompt, in order; empty: none"""
+
     def __init__(
         self,
         *,
@@ -2937,10 +3069,12 @@ class GenerateRequest(_message.Message):
         sharing: Global___Sharing | None = ...,
         replay: _abc.Iterable[Global___Round] | None = ...,
         prefix_source: Global___PrefixSource | None = ...,
+        readers: _abc.Iterable[Global___Reader] | None = ...,
+        read_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_suffix", b"_suffix", "drafting", b"drafting", "embeddings", b"embeddings", "limits", b"limits", "messages", b"messages", "output", b"output", "prefix_source", b"prefix_source", "prompt", b"prompt", "sampling", b"sampling", "sharing", b"sharing", "suffix", b"suffix", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_suffix", b"_suffix", "attempt", b"attempt", "bare", b"bare", "drafting", b"drafting", "embeddings", b"embeddings", "images", b"images", "limits", b"limits", "messages", b"messages", "output", b"output", "placement", b"placement", "prefix_source", b"prefix_source", "prompt", b"prompt", "replay", b"replay", "request", b"request", "sampling", b"sampling", "sharing", b"sharing", "suffix", b"suffix", "text", b"text", "token_ids", b"token_ids", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_suffix", b"_suffix", "attempt", b"attempt", "bare", b"bare", "drafting", b"drafting", "embeddings", b"embeddings", "images", b"images", "limits", b"limits", "messages", b"messages", "output", b"output", "placement", b"placement", "prefix_source", b"prefix_source", "prompt", b"prompt", "read_reason", b"read_reason", "readers", b"readers", "replay", b"replay", "request", b"request", "sampling", b"sampling", "sharing", b"sharing", "suffix", b"suffix", "text", b"text", "token_ids", b"token_ids", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__suffix: _TypeAlias = _typing.Literal["suffix"]  # noqa: Y015
     _WhichOneofArgType__suffix: _TypeAlias = _typing.Literal["_suffix", b"_suffix"]  # noqa: Y015
@@ -2952,6 +3086,35 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Reader(_message.Message):
+    """A runner that may compute some layers of a prompt. The last one's end with the model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    END_LAYER_FIELD_NUMBER: _builtins.int
+    first_layer: _builtins.int
+    end_layer: _builtins.int
+    """exclusive"""
+    @_builtins.property
+    def source(self) -> Global___PrefixSource: ...
+    def __init__(
+        self,
+        *,
+        source: Global___PrefixSource | None = ...,
+        first_layer: _builtins.int = ...,
+        end_layer: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_layer", b"end_layer", "first_layer", b"first_layer", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Reader: _TypeAlias = Reader  # noqa: Y015
 
 @_typing.final
 class Limits(_message.Message):
@@ -3915,6 +4078,10 @@ class Stats(_message.Message):
     LOOKUP_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     LOOKUP_REASON_FIELD_NUMBER: _builtins.int
     LOOP_REASON_FIELD_NUMBER: _builtins.int
+    READ_BY_FIELD_NUMBER: _builtins.int
+    READ_S_FIELD_NUMBER: _builtins.int
+    READ_BYTES_FIELD_NUMBER: _builtins.int
+    READ_REASON_FIELD_NUMBER: _builtins.int
     drafter_kind: _builtins.str
     """"native_mtp" | "prompt_lookup" | "none" """
     num_draft_tokens: _builtins.int
@@ -3962,6 +4129,12 @@ class Stats(_message.Message):
     """why nothing was copied; empty: it might be"""
     loop_reason: _builtins.str
     """why its repeats ended the answer; empty: they did not"""
+    read_s: _builtins.float
+    """seconds of that"""
+    read_bytes: _builtins.int
+    """to them and from them"""
+    read_reason: _builtins.str
+    """why by them, or why the prompt was read alone; empty: no other could"""
     @_builtins.property
     def accepted_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -3970,6 +4143,10 @@ class Stats(_message.Message):
     def draft_k_trace(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftRun]: ...
     @_builtins.property
     def kernels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def read_by(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """nodes that computed upper layers of the prompt; empty: none"""
+
     def __init__(
         self,
         *,
@@ -4012,10 +4189,14 @@ class Stats(_message.Message):
         lookup_accepted_tokens: _builtins.int = ...,
         lookup_reason: _builtins.str = ...,
         loop_reason: _builtins.str = ...,
+        read_by: _abc.Iterable[_builtins.str] | None = ...,
+        read_s: _builtins.float = ...,
+        read_bytes: _builtins.int = ...,
+        read_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_accepted_share_of_output", b"_accepted_share_of_output", "acceptance_rate", b"acceptance_rate", "accepted_share_of_output", b"accepted_share_of_output"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_accepted_share_of_output", b"_accepted_share_of_output", "acceptance_rate", b"acceptance_rate", "acceptance_rule", b"acceptance_rule", "accepted_draft_tokens", b"accepted_draft_tokens", "accepted_per_position", b"accepted_per_position", "accepted_share_of_output", b"accepted_share_of_output", "batch_identity", b"batch_identity", "batch_size", b"batch_size", "batched_tokens", b"batched_tokens", "batching_reason", b"batching_reason", "cached_tier", b"cached_tier", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "depth_reason", b"depth_reason", "draft_k_histogram", b"draft_k_histogram", "draft_k_trace", b"draft_k_trace", "draft_policy", b"draft_policy", "drafter_kind", b"drafter_kind", "drafting_reason", b"drafting_reason", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "generation_tps", b"generation_tps", "greedy_identity", b"greedy_identity", "head_parked", b"head_parked", "kernels", b"kernels", "kv_bits", b"kv_bits", "lookup_accepted_tokens", b"lookup_accepted_tokens", "lookup_proposed_tokens", b"lookup_proposed_tokens", "lookup_reason", b"lookup_reason", "lookup_rounds", b"lookup_rounds", "loop_reason", b"loop_reason", "num_draft_tokens", b"num_draft_tokens", "peak_memory_bytes", b"peak_memory_bytes", "prompt_tokens", b"prompt_tokens", "prompt_tps", b"prompt_tps", "proposed_draft_tokens", b"proposed_draft_tokens", "resume_exact", b"resume_exact", "resumes", b"resumes", "spec_decode_rounds", b"spec_decode_rounds", "time_to_first_token_s", b"time_to_first_token_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate", "_accepted_share_of_output", b"_accepted_share_of_output", "acceptance_rate", b"acceptance_rate", "acceptance_rule", b"acceptance_rule", "accepted_draft_tokens", b"accepted_draft_tokens", "accepted_per_position", b"accepted_per_position", "accepted_share_of_output", b"accepted_share_of_output", "batch_identity", b"batch_identity", "batch_size", b"batch_size", "batched_tokens", b"batched_tokens", "batching_reason", b"batching_reason", "cached_tier", b"cached_tier", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "depth_reason", b"depth_reason", "draft_k_histogram", b"draft_k_histogram", "draft_k_trace", b"draft_k_trace", "draft_policy", b"draft_policy", "drafter_kind", b"drafter_kind", "drafting_reason", b"drafting_reason", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "generation_tps", b"generation_tps", "greedy_identity", b"greedy_identity", "head_parked", b"head_parked", "kernels", b"kernels", "kv_bits", b"kv_bits", "lookup_accepted_tokens", b"lookup_accepted_tokens", "lookup_proposed_tokens", b"lookup_proposed_tokens", "lookup_reason", b"lookup_reason", "lookup_rounds", b"lookup_rounds", "loop_reason", b"loop_reason", "num_draft_tokens", b"num_draft_tokens", "peak_memory_bytes", b"peak_memory_bytes", "prompt_tokens", b"prompt_tokens", "prompt_tps", b"prompt_tps", "proposed_draft_tokens", b"proposed_draft_tokens", "read_by", b"read_by", "read_bytes", b"read_bytes", "read_reason", b"read_reason", "read_s", b"read_s", "resume_exact", b"resume_exact", "resumes", b"resumes", "spec_decode_rounds", b"spec_decode_rounds", "time_to_first_token_s", b"time_to_first_token_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__acceptance_rate: _TypeAlias = _typing.Literal["acceptance_rate"]  # noqa: Y015
     _WhichOneofArgType__acceptance_rate: _TypeAlias = _typing.Literal["_acceptance_rate", b"_acceptance_rate"]  # noqa: Y015

@@ -1107,3 +1107,81 @@ class Generator:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class ReadingStub:
+    """Served by a runner that has layers of a model, for the one that answers.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Read = channel.stream_stream(
+                '/exo_node.v1.Reading/Read',
+                request_serializer=exo__node_dot_proto_dot_peer__pb2.ReadRequest.SerializeToString,
+                response_deserializer=exo__node_dot_proto_dot_peer__pb2.ReadReply.FromString,
+                _registered_method=True)
+
+
+class ReadingServicer:
+    """Served by a runner that has layers of a model, for the one that answers.
+    """
+
+    def Read(self, request_iterator, context):
+        """Computes some layers of a prompt that the caller answers. The first message has `begin`; then
+        come the state behind `begin.rows` rows, if there are any, and the forwards in order. What each
+        adds to the layers' caches goes back; the end of the stream frees it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_ReadingServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Read': grpc.stream_stream_rpc_method_handler(
+                    servicer.Read,
+                    request_deserializer=exo__node_dot_proto_dot_peer__pb2.ReadRequest.FromString,
+                    response_serializer=exo__node_dot_proto_dot_peer__pb2.ReadReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'exo_node.v1.Reading', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('exo_node.v1.Reading', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Reading:
+    """Served by a runner that has layers of a model, for the one that answers.
+    """
+
+    @staticmethod
+    def Read(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/exo_node.v1.Reading/Read',
+            exo__node_dot_proto_dot_peer__pb2.ReadRequest.SerializeToString,
+            exo__node_dot_proto_dot_peer__pb2.ReadReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

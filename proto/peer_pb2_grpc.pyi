@@ -293,3 +293,29 @@ class GeneratorServicer(metaclass=_abc_1.ABCMeta):
         """
 
 def add_GeneratorServicer_to_server(servicer: GeneratorServicer, server: _aio.Server) -> None: ...
+
+class ReadingStub:
+    """Served by a runner that has layers of a model, for the one that answers."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Read: _aio.StreamStreamMultiCallable[_peer_pb2.ReadRequest, _peer_pb2.ReadReply]
+    """Computes some layers of a prompt that the caller answers. The first message has `begin`; then
+    come the state behind `begin.rows` rows, if there are any, and the forwards in order. What each
+    adds to the layers' caches goes back; the end of the stream frees it.
+    """
+
+class ReadingServicer(metaclass=_abc_1.ABCMeta):
+    """Served by a runner that has layers of a model, for the one that answers."""
+
+    @_abc_1.abstractmethod
+    def Read(
+        self,
+        request_iterator: _abc.AsyncIterator[_peer_pb2.ReadRequest],
+        context: _aio.ServicerContext[_abc.AsyncIterator[_peer_pb2.ReadRequest], _abc.AsyncIterator[_peer_pb2.ReadReply]],
+    ) -> _abc.AsyncIterator[_peer_pb2.ReadReply]:
+        """Computes some layers of a prompt that the caller answers. The first message has `begin`; then
+        come the state behind `begin.rows` rows, if there are any, and the forwards in order. What each
+        adds to the layers' caches goes back; the end of the stream frees it.
+        """
+
+def add_ReadingServicer_to_server(servicer: ReadingServicer, server: _aio.Server) -> None: ...

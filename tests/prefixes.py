@@ -97,7 +97,8 @@ def of_class(kind: str, room: int, folder: Path | None = None) -> TextEngine:
     stage = StageModel(model, 0, len(model.layers))
     options = EngineOptions("float32", 4096, SHORT, prefix_cache_bytes=room)
     limits = _limits(tiny_config(kind), 0)
-    loaded = Loaded(stage, limits, TextCodec.load(DEMO))
+    codec = TextCodec.load(DEMO)
+    loaded = Loaded(stage, limits, codec, require_splittable=lambda _first, _end: None)
     return TextEngine(loaded, options, prefix_disk=_disk(folder, kind, stage))
 
 

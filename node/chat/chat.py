@@ -280,7 +280,8 @@ def _wire(
     wire = pb.GenerateRequest()
     wire.CopyFrom(earlier)
     wire.placement = placed.placement
-    wire.ClearField("prefix_source")
+    for field in ("prefix_source", "readers", "read_reason"):
+        wire.ClearField(field)
     if wire.drafting.num_draft_tokens and not placed.head_loaded:
         # The tokens are the same without drafts; the answer matters more than its speed.
         drafting = wire.drafting

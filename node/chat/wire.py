@@ -33,6 +33,8 @@ def to_wire(request: GenerationRequest, placed: pb.Placed) -> pb.GenerateRequest
         output=changed(request.output, continues=_continues(request)),
         drafting=placed.drafting,
         prefix_source=placed.prefix_source if placed.HasField("prefix_source") else None,
+        readers=placed.readers,
+        read_reason=placed.read_reason,
     )
 
 
@@ -113,7 +115,7 @@ def stats_to_json(stats: pb.Stats) -> dict[str, Any]:
     The names and their order are those of the message.
     """
     values = {field.name: getattr(stats, field.name) for field in pb.Stats.DESCRIPTOR.fields}
-    for name in ("accepted_per_position", "draft_k_histogram", "kernels"):
+    for name in ("accepted_per_position", "draft_k_histogram", "kernels", "read_by"):
         values[name] = list(values[name])
     for name in ("acceptance_rate", "accepted_share_of_output"):
         if not stats.HasField(name):

@@ -103,6 +103,7 @@ class Settings(BaseModel):
     prefix_disk_gb: Annotated[float, BeforeValidator(values.as_gigabytes)] | None = None
     batching_enabled: Switch = True
     prompt_lookup_enabled: Switch = True
+    readers: Switch = True
     measure_at_load: Switch = False
     loop_guard: Switch = True
     kv_bits: Annotated[int, BeforeValidator(values.as_kv_bits)] | None = None

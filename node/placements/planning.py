@@ -16,7 +16,8 @@ from ...placement.cluster import ClusterView, StageAssignment
 from ...placement.errors import ExoNodeError, ModelNotFound
 from ...placement.ids import ModelId, NodeId, PlacementId
 from ...placement.options import PlanOptions
-from ...placement.plan import plan, planned_bytes, prompt_seconds, seconds_now
+from ...placement.plan import loaded_card, plan, planned_bytes, prompt_seconds, seconds_now
+from ...placement.reading import ALONE, ReadingPlan, ReadingSizes, plan_reading, reader_of
 from ...placement.split_refusal import SplitRefusal
 from ..cluster.desired import Desired, relaxed
 from ..machine.tasks import background
@@ -104,6 +105,32 @@ class PlannerView:
             link.round_trip_s + nbytes / link.bandwidth for link in links if link.bandwidth > 0
         )
         return min(times, default=inf)
+
+    def reading(
+        self,
+        plan: StagedPlan,
+        answering: NodeId,
+        others: Mapping[NodeId, int],
+        rows: int,
+        cached_rows: int,
+    ) -> ReadingPlan:
+        card, view = self._cards.get(plan.model), self._facts.view(plan.model)
+        nodes = {node.id: node for node in view.nodes if node.reads}
+        if card is None or answering not in nodes:
+            return ALONE
+        sizes = ReadingSizes.of(loaded_card(card, plan.plan), plan.plan.prefill_chunk)
+        row_s = {
+            node: self.prompt_seconds(plan, [node]) / card.num_layers
+            for node in {answering, *others} & nodes.keys()
+        }
+        readers = [
+            reader
+            for node, busy in others.items()
+            if node in nodes
+            and (reader := reader_of(node, row_s[node], view.between(answering, node), busy))
+        ]
+        names = {node: facts.name for node, facts in nodes.items()}
+        return plan_reading(rows, cached_rows, row_s[answering], readers, sizes, names)
 
     def lacks_head(self, plan: StagedPlan, generator: StageRunner) -> bool:
         card, spec = self._cards.get(plan.model), generator.spec

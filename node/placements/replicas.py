@@ -8,6 +8,7 @@ from typing import Final
 
 from ...placement.errors import ExoNodeError
 from ...placement.ids import NodeId, PlacementId
+from ...placement.reading import ReaderLayers
 from ...proto import peer_pb2 as pb
 from ..cluster.desired import Desired
 from .situation import ObservedPlacement, Situation
@@ -136,6 +137,10 @@ class ReplicaRoute:
     """The reason of the choice, for a person."""
     is_at_home: bool = True
     """No other replica has more of its prompt."""
+    readers: tuple[tuple[PlacementId, ReaderLayers], ...] = ()
+    """The replicas that read upper layers of its prompt, in order."""
+    read_reason: str = ""
+    """Why those, or none."""
 
 
 def admit(
@@ -162,7 +167,39 @@ def _quickest(
 ) -> ReplicaRoute:
     """The placement on which the answer is expected to end first."""
     routes = [route for each in candidates for route in _routes(here, each, candidates, prefixes)]
-    return min(routes, key=lambda route: (_wait_s(here, route), here.answers_on(route.placement)))
+    best = min(routes, key=lambda route: (_wait_s(here, route), here.answers_on(route.placement)))
+    return _with_readers(here, best, candidates, prefixes)
+
+
+def _with_readers(
+    here: Situation,
+    route: ReplicaRoute,
+    candidates: Sequence[ObservedPlacement],
+    prefixes: _Prefixes,
+) -> ReplicaRoute:
+    """The route with the other replicas that read its prompt too, where that is quicker."""
+    placement = route.placement
+    own = prefixes.get(placement.id)
+    if own is None or not own.key or len(placement.plan) > 1:
+        return route
+    held = own if route.source is None else prefixes[route.source]
+    others = {
+        each.nodes[0]: each
+        for each in candidates
+        if each is not placement and each.id in prefixes and prefixes[each.id].key == own.key
+    }
+    busy = {node: _work_on(here, each) for node, each in others.items()}
+    answering = placement.nodes[0]
+    plan = here.view.reading(placement.plan, answering, busy, own.prompt_rows, held.rows)
+    readers = tuple((others[each.node].id, each) for each in plan.readers)
+    seconds = plan.seconds if readers else route.reading_s
+    return replace(route, reading_s=seconds, readers=readers, read_reason=plan.reason)
+
+
+def _work_on(here: Situation, placement: ObservedPlacement) -> int:
+    """Answers on a placement, and prompts that it reads."""
+    demand = here.observed.demand.get(placement.id, Demand())
+    return here.answers_on(placement) + (demand.reading_until > here.now)
 
 
 def _wait_s(here: Situation, route: ReplicaRoute) -> float:

@@ -13,6 +13,7 @@ from ...placement.errors import ExoNodeError
 from ...placement.ids import ModelId, NodeId, PlacementId
 from ...placement.options import PlanOptions
 from ...placement.plan import Placement as NodePlan
+from ...placement.reading import ReadingPlan
 from ...proto import peer_pb2 as pb
 from ..cluster.desired import Desired
 from ..machine.timing import Timing
@@ -203,6 +204,18 @@ class PlanningView(Protocol):
 
     def copy_seconds(self, plan: StagedPlan, source: NodeId, target: NodeId, nbytes: int) -> float:
         """Predicted seconds to copy bytes between two nodes, or inf without a measured link."""
+        ...
+
+    def reading(
+        self,
+        plan: StagedPlan,
+        answering: NodeId,
+        others: Mapping[NodeId, int],
+        rows: int,
+        cached_rows: int,
+    ) -> ReadingPlan:
+        """Who reads a prompt of `rows` rows on a whole model's placement. `others`: nodes with
+        another one, and how many answers and prompts each has."""
         ...
 
     def lacks_head(self, plan: StagedPlan, generator: StageRunner) -> bool:

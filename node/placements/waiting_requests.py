@@ -2,12 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import inf
 
 from ...placement.errors import ExoNodeError, HeadGone, PlacementSuperseded
 from ...placement.ids import ModelId, PlacementId
+from ...placement.reading import ReaderLayers
 from ...proto import peer_pb2 as pb
 from ..cluster.desired import Desired
 from .loaded_placement import LoadedPlacement
@@ -24,6 +25,10 @@ class Assignment:
     """The replica whose cached state is to be copied first."""
     reason: str = ""
     """The reason of the choice, for a person."""
+    readers: Sequence[tuple[LoadedPlacement, ReaderLayers]] = ()
+    """The replicas that read upper layers of its prompt, in order."""
+    read_reason: str = ""
+    """Why those, or none."""
 
 
 def _future() -> "asyncio.Future[Assignment]":

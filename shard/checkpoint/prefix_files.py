@@ -213,6 +213,10 @@ class ReceivedPrefix:
     def rows(self) -> int:
         return self.description["rows"]
 
+    def bytes_of(self, name: str) -> bytearray:
+        """The bytes of a tensor that was not given out. Raises KeyError if there is none."""
+        return self._tensors[name]
+
     def tensors(self, names: Iterable[str]) -> Generator[TensorContent]:
         """The tensors of these names. Raises KeyError if there is none, or none any more."""
         for name in names:

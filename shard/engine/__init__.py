@@ -13,6 +13,7 @@ options.py: the engine's part of a stage's specification
 pipeline_executor.py: carries out steps over several nodes
 prefill_forward.py: a forward over prompts, some layers at a time
 prompt_images.py: the images of one request's prompt
+prompt_readings.py: the prompts that readers help to read
 request.py: a request: what it asks, and its progress
 round_forms.py: how rounds are computed: rows of a forward, and early issue
 round_plan.py: the drafts of a batch's next round, and whose they are

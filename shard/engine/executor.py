@@ -8,7 +8,7 @@ import mlx.core as mx
 from ...mtp.drafting.depth_reason import depth_reason
 from ...mtp.drafting.round_policy import RoundPolicy
 from ...mtp.finite import NO_TOKEN, NotFinite
-from ...mtp.seams import as_row
+from ...mtp.seams import ForwardOutput, as_row
 from ...mtp.targets import Target
 from ...mtp.types import FinishReason, Forward, Round
 from ..model.embedder import POOLINGS
@@ -18,6 +18,8 @@ from .drafter import PENDING_ROWS, RESTING_ROWS, DraftModel, read_rows
 from .issued_round import IssuedRound
 from .prefill_forward import PrefillForward
 from .prefixes.store import PrefixStore
+from .prompt_readings import PromptReadings, ReadFlight, settle
+from .reading.views import LayerViews
 from .request import Embedding, Request
 from .round_forms import RoundForms
 from .scheduler import Decode, Flight, Prefill
@@ -43,8 +45,10 @@ class LocalExecutor:
         prefixes: PrefixStore | None = None,
         policy: RoundPolicy | None = None,
         forms: RoundForms | None = None,
+        views: LayerViews | None = None,
     ) -> None:
-        """`policy`: chooses the rounds of all requests."""
+        """`policy`: chooses the rounds of all requests. `views`: parts of the model, which readers
+        need."""
         self._target = target
         self._make_caches = make_caches
         self._draft_model = draft_model
@@ -55,11 +59,18 @@ class LocalExecutor:
         self.policy = policy or RoundPolicy()
         self.step_times = StepTimes()
         self._groups = Groups[Request, Batch](self._new_batch, lambda request: request.is_decoding)
+        self._readings = PromptReadings(
+            views, self._prefixes, self._groups.single, clock, self._commit, lambda: self.bytes
+        )
 
     def begin(self, request: Request) -> None:
         """Gives a request its caches, after a cached prefix of its prompt if there is one."""
         received = request.parameters.received
         self._prefixes.begin()
+        if request.read is not None:
+            request.rows, request.phase = request.read.state.rows, "prefill"
+            self._groups.single[request] = request.read.state
+            return
         state = None
         if request.uses_cache:
             counts = not request.reads_to
@@ -70,50 +81,79 @@ class LocalExecutor:
         request.cached_tier = state.tier
         request.phase = "prefill"
         self._groups.single[request] = state
+        if request.parameters.readers is not None and not request.reads_to:
+            self._readings.begin(request, state)
 
     def prefill(self, step: Prefill) -> PrefillForward:
         """Begins a forward over prompts."""
+        (first, *_) = step.requests
+        if first.read is not None:
+            return PrefillForward(first.read, {first: first.read.state}, step.ends, self._clock)
+        if (reading := self._readings.of(first)) is not None:
+            lower = {first: reading.lower_state}
+            return PrefillForward(reading.target, lower, step.ends, self._clock)
         states = {request: self._groups.single[request] for request in step.requests}
         return PrefillForward(self._target, states, step.ends, self._clock)
 
-    def end_prefill(self, forward: PrefillForward, running: int) -> tuple[list[StepOutcome], None]:
-        """Commits the rows of a computed forward. Returns first tokens of prompts that end."""
-        patience = RESTING_ROWS if running > 1 and self.policy.is_resting(running) else PENDING_ROWS
+    def end_prefill(
+        self, forward: PrefillForward, running: int
+    ) -> tuple[list[StepOutcome], ReadFlight | None]:
+        """Commits the rows of a computed forward. Returns first tokens of prompts that end, and
+        what readers compute of it."""
+        (first, *_) = forward.requests
+        if first.read is not None and first.phase != "finished":
+            first.read.commit(forward.outputs[0])
+            first.rows = forward.ends[0]
+            mx.clear_cache()
+            return [], None
+        if forward.states[first] is not self._groups.single.get(first):
+            return [], self._readings.send(first, forward)
         outcomes, unfinished = list[StepOutcome](), list[State]()
         for index, (request, state) in enumerate(forward.states.items()):
             if request.phase == "finished":
                 continue
-            state.rows = request.rows = forward.ends[index]
-            self._feed_head(
-                forward, index, patience if request.drafts.demand.may_rest else PENDING_ROWS
-            )
-            if request.parameters.output.prompt_logprobs:
-                outcomes.append(
-                    scored(request, forward.outputs[index].logits, forward.begin(index))
-                )
+            request.rows = forward.ends[index]
+            output = forward.outputs[index]
+            outcomes += self._commit(request, state, forward.begin(index), output, running)
             if request.rows < len(request.prompt):
                 unfinished.append(state)
-            elif request.embedding is not None:
-                outcomes.append(_embed(request, request.embedding, forward.outputs[index].hidden))
-            else:
-                output, start = forward.outputs[index], forward.begin(index)
-                if output.hidden is not None and state.draft is not None:
-                    state.draft.last = output.hidden[:, -1:]
-                logits = output.logits[-1:]
-                outcomes += self._first_token(request, logits, start)
-        if unfinished:
-            mx.eval([array for state in unfinished for array in state.arrays()])
-            mx.clear_cache()
+        settle(unfinished)
         return outcomes, None
 
-    def _feed_head(self, forward: PrefillForward, index: int, max_unread: int) -> None:
+    def _commit(
+        self, request: Request, state: State, begin: int, output: ForwardOutput, running: int
+    ) -> list[StepOutcome]:
+        """Commits the rows from `begin` on of a forward, up to `request.rows`. Returns the first
+        token of a prompt that ends."""
+        rests = running > 1 and request.drafts.demand.may_rest and self.policy.is_resting(running)
+        state.rows, outcomes = request.rows, list[StepOutcome]()
+        self._feed_head(
+            request, state, begin, output.hidden, RESTING_ROWS if rests else PENDING_ROWS
+        )
+        if request.parameters.output.prompt_logprobs:
+            outcomes.append(scored(request, output.logits, begin))
+        if request.rows < len(request.prompt):
+            return outcomes
+        if request.embedding is not None:
+            return [*outcomes, _embed(request, request.embedding, output.hidden)]
+        if output.hidden is not None and state.draft is not None:
+            state.draft.last = output.hidden[:, -1:]
+        return outcomes + self._first_token(request, output.logits[-1:], begin)
+
+    def _feed_head(
+        self,
+        request: Request,
+        state: State,
+        start: int,
+        hidden: mx.array | None,
+        max_unread: int,
+    ) -> None:
         """Queues a forward's rows for the draft head.
 
         The head reads the rows of earlier forwards once they are `max_unread`, but none at the end
         of the prompt: the first token waits for the target alone.
         """
-        request, start = forward.requests[index], forward.begin(index)
-        draft, hidden = forward.states[request].draft, forward.outputs[index].hidden
+        draft = state.draft
         if draft is None or self._draft_model is None:
             return
         assert hidden is not None
@@ -145,6 +185,8 @@ class LocalExecutor:
 
     def keep_prefix(self, request: Request) -> None:
         """Puts a copy of its state after the rows read so far into the prefix cache."""
+        if self._readings.of(request) is not None or request.read is not None:
+            return  # cached when it is back, or there where it is answered
         if request.uses_cache and request.cached_rows < request.rows < len(request.prompt):
             self._prefixes.keep(request.path, self._groups.single[request], self.bytes)
 
@@ -172,6 +214,8 @@ class LocalExecutor:
 
     def land(self, flight: Flight, running: int) -> list[StepOutcome]:
         """Reads a round, and waits until the device has computed it."""
+        if isinstance(flight, ReadFlight):
+            return self._readings.land(flight, running)
         assert isinstance(flight, IssuedRound)
         outcomes = flight.batch.land(flight, running)
         request, is_alone = flight.requests[0], running == len(flight.requests) == 1
@@ -181,6 +225,7 @@ class LocalExecutor:
 
     def release(self, request: Request) -> None:
         """Frees a request's state; its rows in a batch are freed by the next change of members."""
+        self._readings.end(request)
         self._groups.release(request)
         demand = request.drafts.demand
         if demand.acceptance is not None and request.rows <= SHORT_ROWS:

@@ -8,6 +8,7 @@ sent in between. Nothing is drafted.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Literal
 
@@ -28,6 +29,7 @@ from .executor import REPORT_EVERY
 from .options import EngineOptions
 from .prefill_forward import PrefillForward
 from .prefixes.borders import Borders
+from .prefixes.memory import is_worth_caching
 from .prefixes.store import PrefixStore
 from .request import Request
 from .scheduler import Decode, Flight, Prefill
@@ -273,7 +275,7 @@ class PipelineExecutor:
         """Whether all stages cache the state after a chunk."""
         if not self._prefixes.enabled or not request.uses_cache:
             return pb.BORDER_UNSPECIFIED
-        return self._borders[request].at(state.rows, state.caches)
+        return self._borders[request].at(state.rows, partial(is_worth_caching, state.caches))
 
     def _read_tokens(self, flight: RemoteWork, sound: Sequence[Request]) -> list[StepOutcome]:
         """Samples and reads the tokens of a round or of prompts' ends, in one synchronisation."""
@@ -336,15 +338,11 @@ class PipelineExecutor:
         border: "pb.Border.ValueType" = pb.BORDER_UNSPECIFIED,
     ) -> Trip:
         members = [BlockMember(*request.key, request.rows, request.delta) for request in requests]
-        places = list[tuple[int, int, int]]()
+        places: tuple[int, ...] = ()
         if len(members) == 1:
             (request,), delta = requests, requests[0].delta
             if request.images is not None and position < len(request.prompt):
-                end = position + rows
-                if request.images.has_places and request.images.touches(position, end):
-                    places, delta = request.images.place_rows(position, end), 0
-                else:
-                    delta = request.images.delta_at(position)
+                delta, places = request.images.placing(position, position + rows)
             members = [BlockMember(*request.key, position, delta)]
         return self._link.send(
             HiddenBlock(
@@ -354,7 +352,7 @@ class PipelineExecutor:
                 reply=reply,
                 data=data,
                 replayed=tuple(replayed),
-                places=tuple(place for axis in zip(*places, strict=True) for place in axis),
+                places=places,
                 border=border,
             )
         )

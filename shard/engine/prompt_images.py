@@ -65,6 +65,11 @@ class PromptImages:
         return self._placed[-1].delta
 
     @property
+    def deep_layers(self) -> int:
+        """The model's first layers whose outputs get features added."""
+        return self._tower.vision.deep
+
+    @property
     def has_places(self) -> bool:
         """Whether positions of image rows have three dimensions; else they are their numbers."""
         return bool(self._tower.vision.section)
@@ -84,6 +89,14 @@ class PromptImages:
     def places(self, begin: int, end: int) -> mx.array:
         """The positions (3, n) of the rows [begin, end)."""
         return mx.array(self.place_rows(begin, end), dtype=mx.int32).T
+
+    def placing(self, begin: int, end: int) -> tuple[int, tuple[int, ...]]:
+        """The positions of the rows [begin, end), as other runners get them: `BlockMember.delta`
+        and `HiddenBlock.places`."""
+        if not (self.has_places and self.touches(begin, end)):
+            return self.delta_at(begin), ()
+        axes = zip(*self.place_rows(begin, end), strict=True)
+        return 0, tuple(place for axis in axes for place in axis)
 
     def place_rows(self, begin: int, end: int) -> list[tuple[int, int, int]]:
         """`places` by row."""

@@ -18,6 +18,8 @@ from ..text.tools.channels import AnswerFormat
 from .loop_guard import LoopGuard, LoopLimits
 from .prefixes.prompt_path import PromptPath
 from .prompt_images import PromptImages
+from .reading.layer_read import LayerRead
+from .reading.link import Readers
 
 Phase = Literal["waiting", "prefill", "replay", "decode", "finished"]
 """`replay`: the rounds of an earlier attempt are repeated after the prompt."""
@@ -61,6 +63,8 @@ class Parameters:
     """The images of the prompt's rows with ids below 0, in order."""
     received: ReceivedPrefix | None = None
     """The state after a prefix that another replica's runner sent."""
+    readers: Readers | None = None
+    """Runners that may read its prompt's upper layers."""
     fetch_s: float = 0.0
     """Seconds that it waited for that state: part of the time to its first token."""
 
@@ -168,6 +172,8 @@ class Request:
     """The images of its prompt, if it has some."""
     embedding: Embedding | None = None
     """The result of a request to an embedder, in place of an answer."""
+    read: LayerRead | None = None
+    """The layers of a prompt that another runner answers: all that it is for."""
     batching_reason: str = ""
     """Why it shares no decode forward; empty where it may."""
     batches_prompt: bool = False
@@ -293,6 +299,11 @@ class Request:
     def is_read(self) -> bool:
         """Whether it has read the rows that it is for; never true of a request with an answer."""
         return 0 < self.reads_to <= self.rows
+
+    @property
+    def waits_for_rows(self) -> bool:
+        """Whether its next forward needs rows of another runner that have not come."""
+        return self.read is not None and self.read.waits
 
     @property
     def next_end(self) -> int:

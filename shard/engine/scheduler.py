@@ -229,12 +229,13 @@ class Scheduler:
     ) -> tuple[Request, ...]:
         """The group that has waited longest among those that may have a round now, if any."""
         groups = self._grouping.of(decoders)
+        on_device = sum(not flight.is_away for flight in in_flight)
         for group in sorted(groups, key=lambda group: min(request.turn for request in group)):
             members = set(group)
             related = [f for f in in_flight if not members.isdisjoint(f.requests)]
             is_ready = all(set(f.requests) == members and f.may_be_followed for f in related)
             depth = self._depth if len(group) > 1 else ALONE_DEPTH
-            if is_ready and (self._stages > 1 or len(in_flight) < depth):
+            if is_ready and (self._stages > 1 or on_device < depth):
                 return tuple(group)
         return ()
 
@@ -253,7 +254,9 @@ class Scheduler:
         prefills = [
             r
             for r in requests
-            if r.phase in ("prefill", "replay") and r not in blocked and not r.is_read
+            if r.phase in ("prefill", "replay")
+            and r not in blocked
+            and not (r.is_read or r.waits_for_rows)
         ]
         return decoders, prefills
 

@@ -16,7 +16,7 @@ from ...mtp.families.table import family_of
 from ...mtp.families.weights import load_head
 from ...mtp.placed_rope import place_ropes
 from ...placement.config import hidden_size, vocabulary_size
-from ...placement.errors import InvalidCheckpoint
+from ...placement.errors import InvalidCheckpoint, LoadFailed
 from ...placement.kv_bits import source_of
 from ...proto import peer_pb2 as pb
 from ..checkpoint.checkpoint import Checkpoint, read_checkpoint
@@ -47,6 +47,10 @@ if TYPE_CHECKING:
 Report = Callable[[pb.LoadProgress], None]
 
 
+def _unknown(_first: int, _end: int) -> None:
+    raise LoadFailed("it is not known whether parts of this model compute the same")
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A stage in memory.
@@ -69,6 +73,9 @@ class Loaded:
     checkpoint_bytes_read: int = 0
     fingerprint: str = ""
     """The hash of config.json and the safetensors headers, or "" without a checkpoint."""
+    require_splittable: Callable[[int, int], None] = _unknown
+    """Raises LoadFailed for layers [first, end) that do not compute the same as in the whole
+    model."""
     kernels: tuple[KernelChoice, ...] = ()
     """The kernels of the layers and the reasons for them, on CUDA and CPUs; else empty."""
 
@@ -141,6 +148,9 @@ def _load(spec: pb.StageSpec, report: Report) -> Loaded:
         checkpoint_bytes_read=read,
         fingerprint=checkpoint.fingerprint,
         kernels=kernels,
+        require_splittable=lambda first, end: require_splittable(
+            checkpoint.config, first, end, spec.profile_folder
+        ),
     )
 
 

@@ -8,7 +8,7 @@ this stage needs them.
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, cast
@@ -169,6 +169,33 @@ class StageModel:
         Needs the outer weights.
         """
         return self._call(self._tail, tokens, hidden, None)
+
+    @contextlib.contextmanager
+    def after_layers(self, hidden: mx.array) -> Generator[None]:
+        """Within it calls of the model compute only what comes after its layers, of their `hidden`
+        (B, n, H). Needs the outer weights."""
+        self._slot.input, self._owner[self._key] = hidden, self._tail
+        try:
+            yield
+        finally:
+            self._owner[self._key] = self._layers
+            self._slot.input = None
+
+    @property
+    def cache_indices(self) -> Sequence[int]:
+        """Which of the whole model's caches the own layers have."""
+        return range(len(self._fresh_caches())) if self._is_whole else self._own_caches
+
+    @property
+    def shares_caches(self) -> bool:
+        """Whether layers of other stages write to any of its caches."""
+        caches = [indices for _, indices in self._layer_calls.caches_by_call]
+        own = frozenset[int]().union(*caches[self.first : self.end])
+        return own != frozenset(self._own_caches) or any(
+            not own.isdisjoint(indices)
+            for layer, indices in enumerate(caches)
+            if not self.first <= layer < self.end
+        )
 
     @property
     def reads_ends(self) -> bool:

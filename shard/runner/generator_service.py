@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -23,6 +23,7 @@ from ..engine.answers.events import AnswerEnd, Delta, EngineEvent, RebuiltText
 from ..engine.answers.text_engine import AnswerHandle, TextEngine
 from ..engine.compute import ComputeThread
 from ..engine.loop_guard import EARLY, LATE, LoopLimits
+from ..engine.reading.link import Readers
 from ..engine.request import Parameters
 from ..model.stage_limits import StageLimits
 from ..pipeline.frames import REQUEST_NAME
@@ -42,6 +43,8 @@ from .refusal import Context, as_public, refuse
 log = logging.getLogger(__name__)
 
 MAX_TOP_LOGPROBS = 20
+ReadersOf = Callable[[pb.GenerateRequest, Parameters], Readers | None]
+"""The runners that may read a request's prompt; None if it names none."""
 
 
 class GeneratorService(peer_pb2_grpc.GeneratorServicer):
@@ -55,8 +58,11 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
         prompts: PromptEncoder,
         sender: PrefixSender | None = None,
         fetcher: PrefixFetcher | None = None,
+        readers: ReadersOf | None = None,
     ) -> None:
-        """`sender`, `fetcher`: of states to and from other runners, or None if they do not move."""
+        """`sender`, `fetcher`: of states to and from other runners, or None if they do not move.
+        `readers`: of prompts, likewise."""
+        self._readers = readers
         self._sender = sender
         self._fetcher = fetcher
         self._prompts = prompts
@@ -90,6 +96,8 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             received = await self._fetcher.fetch(request.prefix_source, parameters)
             fetch_s = time.monotonic() - began_at
             parameters = replace(parameters, received=received, fetch_s=fetch_s)
+        if self._readers is not None:
+            parameters = replace(parameters, readers=self._readers(request, parameters))
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[EngineEvent | BaseException | None] = asyncio.Queue()
 
@@ -110,6 +118,8 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
                 names = self._engine.codec.token_bytes, self._engine.codec.prompt_bytes
                 wire = event_to_wire(event, event_pieces, *names, shared)
                 if isinstance(event, AnswerEnd):
+                    stats = wire.finished.stats
+                    stats.read_reason = stats.read_reason or request.read_reason
                     wire.finished.reasoning_tokens = reasoning_count.tokens
                 yield wire
         except ExoNodeError as fault:

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -62,6 +63,8 @@ from .persistent_files import (
     shared_prefix_key,
 )
 from .prefix_exchange import PrefixFetcher, PrefixSender
+from .read_service import ReadService
+from .remote_readers import readers_of
 from .runner_service import EpochFence, RunnerService
 from .stage_service import NextStage, RingService, StageService
 from .state_report import Parent, StateReport, Watched
@@ -217,8 +220,13 @@ class Runner:
         engine = await asyncio.wrap_future(self._compute.submit(lambda: self._engine(loaded, ring)))
         key = await asyncio.to_thread(shared_prefix_key, spec, loaded)
         sender, fetcher = self._prefix_exchange(key, expected, engine) if key else (None, None)
+        readers = None
+        if key:
+            reading = ReadService(expected, key, engine, self._compute)
+            peer_pb2_grpc.add_ReadingServicer_to_server(reading, server)
+            readers = partial(readers_of, key, self._credentials(), expected, self._compute)
         generator = GeneratorService(
-            expected, engine, self._compute, self._prompts, sender, fetcher
+            expected, engine, self._compute, self._prompts, sender, fetcher, readers
         )
         peer_pb2_grpc.add_GeneratorServicer_to_server(generator, server)
         return engine

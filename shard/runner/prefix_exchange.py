@@ -72,7 +72,7 @@ class PrefixFetcher:
             async with asyncio.timeout(FETCH_S), self._turn:
                 received = await self._receive(source, request)
         except (ExoNodeError, grpc.RpcError, TimeoutError, ValueError) as fault:
-            why = _reason(fault)
+            why = reason_of(fault)
             log.warning("the state after a prompt was not copied from %s: %s", source.node, why)
             return None
         seconds = time.monotonic() - began_at
@@ -93,7 +93,7 @@ class PrefixFetcher:
             drafts=drafts,
             key=self._key,
         )
-        async with self._connected(source) as channel:
+        async with connected(source, self._credentials) as channel:
             call = peer_pb2_grpc.GeneratorStub(channel).ReadPrefix(wire)
             try:
                 while True:
@@ -107,23 +107,26 @@ class PrefixFetcher:
             finally:
                 _ = call.cancel()
 
-    @asynccontextmanager
-    async def _connected(self, source: pb.PrefixSource) -> AsyncGenerator[grpc.aio.Channel]:
-        """A channel to the runner, by the first of its addresses that answers. Raises PeerLost."""
-        ready = source.ready
-        addresses = [(ready.host, ready.port), *((a.host, a.port) for a in ready.addresses)]
-        name = ("grpc.ssl_target_name_override", runner_name(NodeId(source.node)))
-        for host, port in dict.fromkeys(addresses):
-            target = f"{host}:{port}"
-            options = [*CHANNEL_OPTIONS, name]
-            channel = grpc.aio.secure_channel(target, self._credentials, options=options)
-            try:
-                if await _is_ready(channel):
-                    yield channel
-                    return
-            finally:
-                await channel.close()
-        raise PeerLost("its runner does not answer")
+
+@asynccontextmanager
+async def connected(
+    source: pb.PrefixSource, credentials: grpc.ChannelCredentials
+) -> AsyncGenerator[grpc.aio.Channel]:
+    """A channel to a runner, by the first of its addresses that answers. Raises PeerLost."""
+    ready = source.ready
+    addresses = [(ready.host, ready.port), *((a.host, a.port) for a in ready.addresses)]
+    name = ("grpc.ssl_target_name_override", runner_name(NodeId(source.node)))
+    for host, port in dict.fromkeys(addresses):
+        target = f"{host}:{port}"
+        options = [*CHANNEL_OPTIONS, name]
+        channel = grpc.aio.secure_channel(target, credentials, options=options)
+        try:
+            if await _is_ready(channel):
+                yield channel
+                return
+        finally:
+            await channel.close()
+    raise PeerLost("its runner does not answer")
 
 
 async def _is_ready(channel: grpc.aio.Channel) -> bool:
@@ -135,7 +138,8 @@ async def _is_ready(channel: grpc.aio.Channel) -> bool:
     return True
 
 
-def _reason(fault: Exception) -> str:
+def reason_of(fault: Exception) -> str:
+    """Why another runner did not do what it was asked, for a person."""
     if isinstance(fault, grpc.aio.AioRpcError):
         return f"{fault.code().name.lower()}: {fault.details()}"
     if isinstance(fault, TimeoutError):
@@ -174,7 +178,7 @@ class PrefixSender:
             pieces = await asyncio.wrap_future(self._compute.submit(find))
             if pieces is None:
                 raise StateLost("the state after the prompt is not cached any more")
-            async with aclosing(_chunks(pieces())) as chunks:
+            async with aclosing(chunks_of(pieces())) as chunks:
                 async for chunk in chunks:
                     yield chunk
         finally:
@@ -195,7 +199,7 @@ class PrefixSender:
             raise PeerLost(f"{MAX_READERS} states are being sent already")
 
 
-async def _chunks(pieces: Iterator[Buffer]) -> AsyncGenerator[pb.FileChunk, None]:
+async def chunks_of(pieces: Iterator[Buffer]) -> AsyncGenerator[pb.FileChunk, None]:
     """Messages of at most CHUNK_BYTES. Each piece is made when the reader has taken the last."""
     while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
         for begin in range(0, len(piece), CHUNK_BYTES):

@@ -16,7 +16,7 @@ TRACES: Final = FOLDER / "traces.json"
 HEAD: Final = 8
 DIGITS: Final = 16
 
-OF_A_CLOCK: Final = ("prompt_tps", "generation_tps", "time_to_first_token_s")
+OF_A_CLOCK: Final = ("prompt_tps", "generation_tps", "time_to_first_token_s", "read_s")
 OF_A_MACHINE: Final = ("peak_memory_bytes", "kernels")
 SINCE_ADDED: Final = (
     "cached_tier",

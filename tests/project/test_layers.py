@@ -31,12 +31,16 @@ ROOMS: dict[str, str] = {
     "shard/pipeline": "placement proto mtp shard/model",
     "shard/engine": (
         "placement proto mtp mtp/caches mtp/drafting mtp/families "
-        "shard/engine/prefixes shard/engine/states "
+        "shard/engine/prefixes shard/engine/states shard/engine/reading "
         "shard/pipeline shard/model shard/text shard/text/tools shard/checkpoint"
+    ),
+    "shard/engine/reading": (
+        "placement proto mtp mtp/caches shard/engine/prefixes shard/engine/states "
+        "shard/pipeline shard/model shard/checkpoint"
     ),
     "shard/engine/answers": (
         "placement proto mtp mtp/caches mtp/drafting mtp/families "
-        "shard/engine shard/engine/prefixes "
+        "shard/engine shard/engine/prefixes shard/engine/reading "
         "shard/pipeline shard/model shard/kernels shard/text shard/checkpoint"
     ),
     "shard/engine/prefixes": (
@@ -45,7 +49,7 @@ ROOMS: dict[str, str] = {
     "shard/engine/states": "mtp mtp/caches",
     "shard/runner": (
         "placement proto mtp "
-        "shard/engine shard/engine/answers shard/engine/prefixes "
+        "shard/engine shard/engine/answers shard/engine/prefixes shard/engine/reading "
         "shard/pipeline shard/model shard/kernels shard/text shard/text/grammars "
         "shard/text/tools shard/checkpoint"
     ),
@@ -115,8 +119,11 @@ MODULES = {
     ("node/machine", "shard/kernels"): {"cpu_code"},
     **{(r, "shard/checkpoint"): {"files"} for r in ("node/machine", "node/cluster")},
     ("shard/engine", "shard/checkpoint"): {"prefix_files"},
-    ("shard/engine/answers", "shard/checkpoint"): {"files"},
-    ("shard/engine/prefixes", "shard/checkpoint"): {"files", "prefix_files"},
+    ("shard/engine/answers", "shard/checkpoint"): {"files", "prefix_files"},
+    **{
+        (r, "shard/checkpoint"): {"files", "prefix_files"}
+        for r in ("shard/engine/prefixes", "shard/engine/reading")
+    },
     ("node/cli", "node/placements"): {"local_model"},
 }
 """The only modules that may be imported from a room; `node` stands for its rooms too."""

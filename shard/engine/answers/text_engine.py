@@ -14,8 +14,10 @@ from ....mtp.drafting.round_policy import RoundPolicy
 from ....mtp.families.table import family_of
 from ....mtp.sampler import Sampler
 from ....mtp.schedule import Schedule
-from ....mtp.types import CacheTier, FinishReason, GenerationStats
+from ....mtp.types import CacheTier, FinishReason, GenerationStats, Sampling
 from ....placement.errors import InvalidRequest
+from ....proto import peer_pb2 as pb
+from ...checkpoint.prefix_files import ReceivedPrefix
 from ...kernels import own_keys, row_groups
 from ...kernels.install import used
 from ...model.load import Loaded
@@ -32,6 +34,11 @@ from ..prefixes.disk import PrefixDisk
 from ..prefixes.lookup import PrefixLookup
 from ..prefixes.store import PrefixStore
 from ..prompt_images import PromptImages
+from ..reading.layer_read import Deliver as LayerDeliver
+from ..reading.layer_read import LayerRead
+from ..reading.layer_rows import LayerForm
+from ..reading.link import Readers
+from ..reading.views import LayerViews
 from ..request import DraftProgress, Parameters, ReplayProgress, Request
 from ..round_forms import RoundForms
 from ..scheduler import Scheduler
@@ -90,6 +97,7 @@ class TextEngine:
         hidden_kind = None if head is None else head.hidden_kind
         family = family_of(stage.model, hidden_kind) if link is None else None
         self._target = target_of(stage, family)
+        self._views = self._layer_views(loaded)
         self._tower = loaded.tower
         self.images = loaded.images
         """"read", or the reason why it reads no images."""
@@ -151,6 +159,18 @@ class TextEngine:
             prefixes=prefixes,
             policy=self.lookup.policy,
             forms=forms,
+            views=self._views,
+        )
+
+    def _layer_views(self, loaded: Loaded) -> LayerViews:
+        """Parts of a whole model, for prompts that several runners read."""
+        return LayerViews(
+            self._stage,
+            self._target,
+            hidden_size=loaded.expected.hidden_size,
+            dtype=self._options.dtype,
+            context_length=self._options.context_length,
+            require_splittable=loaded.require_splittable,
         )
 
     def _scheduler(self) -> Scheduler:
@@ -204,6 +224,37 @@ class TextEngine:
                 mx.clear_cache()
 
         request.deliver = lambda step: deliver(answer.event(step))
+        request.finish = finish
+        self._engine.add(request)
+        return request
+
+    def begin_read(
+        self,
+        begin: pb.ReadBegin,
+        prefix: ReceivedPrefix | None,
+        deliver: LayerDeliver,
+        on_end: Callable[[BaseException], None],
+    ) -> Request:
+        """Adds the reading of some layers of a prompt that another runner answers; `cancel` ends
+        it. Raises LoadFailed, and one of `encoding.CONTENT_FAULTS` for a wrong `prefix`.
+
+        `on_end` gets an error of its forwards.
+        """
+        prompt = list(begin.tokens)
+        read = LayerRead(self._views, begin, prefix, deliver)
+        self._engine.cancel_reads()
+        name = f"read-{begin.request}"
+        limits, drafting, sharing = pb.Limits(), pb.Drafting(), pb.Sharing(cache=False)
+        parameters = Parameters(
+            name, begin.attempt, prompt, Sampling(), limits, drafting, sharing=sharing
+        )
+        request = self._new_request(parameters, self.codec.stream(StopStrings(()), ignore_end=True))
+        request.read = read
+
+        def finish(end: FinishReason | BaseException) -> None:
+            if isinstance(end, BaseException):
+                on_end(end)
+
         request.finish = finish
         self._engine.add(request)
         return request
@@ -323,6 +374,7 @@ class TextEngine:
                 shared=answer.stats.shares_without_copies,
             ),
             loop_reason="" if request.loop_guard is None else request.loop_guard.reason,
+            **_read_stats(parameters.readers),
         )
         stats = answer.stats.finish(stats)
         if parameters.drafting.adaptive_draft:
@@ -352,6 +404,16 @@ class TextEngine:
         whole, clear = self._link is None, self._prefixes.clear
         dtype = self._options.dtype
         return public_fault(fault, parameters.grammar, dtype, is_whole=whole, clear_prefixes=clear)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return self._stage.num_layers
+
+    def layer_form(self, first: int, end: int) -> LayerForm:
+        """Compute thread: what the caches of layers [first, end) look like. Raises one of
+        VIEW_FAULTS."""
+        return self._views.form(first, end)
 
     @property
     def placeholder(self) -> int:
@@ -385,6 +447,19 @@ class TextEngine:
     def save_prefix(self) -> bool:
         """See `PrefixDisk.save_next`; does nothing while there is a request."""
         return not self._engine.keys and self._prefixes.save_next()
+
+
+def _read_stats(readers: Readers | None) -> dict[str, Any]:
+    """The stats of an answer whose prompt others might read."""
+    if readers is None:
+        return {}
+    outcome = readers.outcome
+    return {
+        "read_by": tuple(outcome.nodes),
+        "read_s": outcome.seconds,
+        "read_bytes": outcome.bytes,
+        "read_reason": outcome.reason,
+    }
 
 
 def _log_failed_read(end: FinishReason | BaseException) -> None:

@@ -7,13 +7,11 @@ prefix, a query with the prefix's ids passes all stages (`StageLink.ask_prefixes
 begins after the longest prefix that all of them still have.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ....proto import peer_pb2 as pb
 from ..states.state import State
-from .memory import is_worth_caching
 from .prompt_path import PromptPath
 
 
@@ -63,11 +61,12 @@ class Borders:
         self.last = cached_rows
         """Rows after which all stages last cached the state."""
 
-    def at(self, rows: int, caches: Sequence[Any]) -> "pb.Border.ValueType":
-        """Whether the state after `rows` rows, which is in `caches`, is cached."""
+    def at(self, rows: int, is_worth: Callable[[int], bool]) -> "pb.Border.ValueType":
+        """Whether the state after `rows` rows is cached. `is_worth`: whether it may be, so many
+        rows after the last one."""
         if rows not in self._inner:
             return pb.BORDER_UNSPECIFIED
-        if rows not in self._always and not is_worth_caching(caches, rows - self.last):
+        if rows not in self._always and not is_worth(rows - self.last):
             return pb.BORDER_UNSPECIFIED
         self.last = rows
         return pb.BORDER_FIRST_TURN if rows == self.first_turn else pb.BORDER_KEPT

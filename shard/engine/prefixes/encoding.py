@@ -30,6 +30,8 @@ _DTYPES: Final[Mapping[str, mx.Dtype]] = {
     "BF16": mx.bfloat16,
     "F32": mx.float32,
 }
+DTYPE_NAMES: Final[Mapping[mx.Dtype, str]] = {dtype: name for name, dtype in _DTYPES.items()}
+"""The names that safetensors has for dtypes."""
 
 
 def can_encode(node: PrefixNode) -> bool:
@@ -106,6 +108,29 @@ def read_state(
     draft = _draft_from(described["head"], arrays, ids)
     first_turn = described["first_turn"]
     return State(caches, described["rows"], draft, "disk", first_turn=first_turn)
+
+
+def described_parts(
+    span: Span, states: Sequence[Any], hidden: mx.array | None
+) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+    """Description and tensors of a file of what one forward added to some layers: rows of their
+    caches, the states of those that are not divided by rows, and hidden states."""
+    arrays = dict[str, mx.array]()
+    rows = _span(span, "rows", arrays)
+    plain = [_plain(state, "state", arrays) for state in states]
+    if hidden is not None:
+        arrays[_HIDDEN] = hidden
+    return {"rows": rows, "states": plain}, _stored(arrays)
+
+
+def read_parts(
+    file: ReceivedPrefix,
+) -> tuple[list[LayerRows | None], list[Any], mx.array | None]:
+    """The inverse of `described_parts`. Raises one of CONTENT_FAULTS."""
+    described = file.description
+    arrays = _arrays_of(file, list(described["tensors"]))
+    rows = [None if part is None else _layer_rows(part, arrays) for part in described["rows"]]
+    return rows, _with_arrays(described["states"], arrays), arrays.get(_HIDDEN)
 
 
 def _arrays_of(file: PrefixContent, names: list[str]) -> dict[str, mx.array]:
@@ -200,9 +225,9 @@ def _stored(arrays: Mapping[str, mx.array]) -> dict[str, StoredTensor]:
     """The bytes of arrays; evaluates those that are lazy or not contiguous."""
     flat = {name: mx.contiguous(a).reshape(-1).view(mx.uint8) for name, a in arrays.items()}
     mx.eval(list(flat.values()))
-    names = {dtype: name for name, dtype in _DTYPES.items()}
+    views = {name: memoryview(cast("Any", each)) for name, each in flat.items()}
     return {
-        name: StoredTensor(names[array.dtype], array.shape, memoryview(cast("Any", flat[name])))
+        name: StoredTensor(DTYPE_NAMES[array.dtype], array.shape, views[name])
         for name, array in arrays.items()
     }
 

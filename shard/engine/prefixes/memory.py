@@ -278,7 +278,12 @@ class PrefixCache:
 def is_worth_caching(caches: Sequence[Any], rows: int) -> bool:
     """Whether a state costs no more bytes than the keys and values of `rows` rows."""
     state = sum(a.nbytes for c in caches if not holds_rows(c) for a in cache_arrays([c]))
-    return rows >= STATE_EVERY or state <= rows * bytes_of_row(caches)
+    return is_worth(state, rows * bytes_of_row(caches), rows)
+
+
+def is_worth(state_bytes: int, row_bytes: int, rows: int) -> bool:
+    """The same of a state and rows of so many bytes."""
+    return rows >= STATE_EVERY or state_bytes <= row_bytes
 
 
 def _copy_size(node: PrefixNode, path: PromptPath) -> int:

@@ -10,6 +10,7 @@ from ....placement.gpu_faults import is_failed_command
 from ...checkpoint.prefix_files import ReceivedPrefix
 from ..states.cache_parts import growth_of
 from ..states.state import State
+from .borders import Borders
 from .disk import PrefixDisk
 from .encoding import CONTENT_FAULTS, read_state
 from .memory import PrefixCache
@@ -149,6 +150,10 @@ class PrefixStore:
         live += growth_of(state.caches, following)
         self._write_later(self.memory.insert(path, state, first_turn, live))
         self.memory.evict(live)
+
+    def borders(self, path: PromptPath, rows: int) -> Borders:
+        """The states that are worth caching of a prompt that begins after `rows` cached rows."""
+        return Borders(path, self._turn_ends, rows)
 
     def make_room(self, caches: Sequence[Any], live: int) -> None:
         """Evicts prefixes that have no room beside `live` bytes and an answer's next rows.

@@ -32,6 +32,7 @@ from exo_node.placement.errors import ExoNodeError, InsufficientMemory
 from exo_node.placement.ids import ModelId, NodeId, PlacementId
 from exo_node.placement.options import ANY, PlanOptions
 from exo_node.placement.plan import Placement
+from exo_node.placement.reading import ALONE, ReaderNode, ReadingPlan, ReadingSizes, plan_reading
 
 HOP_S = 0.004
 ONE, TWO = Epoch(1, 1, "a"), Epoch(1, 2, "a")
@@ -64,6 +65,7 @@ class SmallPlanner:
     chunk_limits: Mapping[str, int] = field(default_factory=dict[str, int])
     """By node, after a GPU fault."""
     link_rate: float = 0.0
+    reading_rate: float = 0.0
     """Bytes a second between two nodes; 0: not measured."""
 
     def plan(
@@ -130,6 +132,26 @@ class SmallPlanner:
 
     def copy_seconds(self, plan: StagedPlan, source: NodeId, target: NodeId, nbytes: int) -> float:
         return nbytes / self.link_rate if self.link_rate else inf
+
+    def reading(
+        self,
+        plan: StagedPlan,
+        answering: NodeId,
+        others: Mapping[NodeId, int],
+        rows: int,
+        cached_rows: int,
+    ) -> ReadingPlan:
+        """Layers are read as quickly on each node; `reading_rate`: bytes a second of links."""
+        if not self.reading_rate:
+            return ALONE
+        layers = plan.plan.stages[0].end_layer
+        row_s = {n: self.prompt_seconds(plan, [n]) / layers for n in (answering, *others)}
+        readers = [
+            ReaderNode(node, row_s[node] * (1 + busy), 1e-3, self.reading_rate)
+            for node, busy in others.items()
+        ]
+        sizes = ReadingSizes(layers, 100, 10.0, 10, 10.0)
+        return plan_reading(rows, cached_rows, row_s[answering], readers, sizes, {})
 
     def short_of_chunk(self, plan: StagedPlan) -> frozenset[NodeId]:
         rows = plan.plan.prefill_chunk

@@ -142,8 +142,8 @@ class Case:
             chunk_limits=self.chunks,
         )
 
-    def situation(self, link_rate: float = 0.0) -> Situation:
-        view = replace(self.view(), link_rate=link_rate)
+    def situation(self, link_rate: float = 0.0, reading_rate: float = 0.0) -> Situation:
+        view = replace(self.view(), link_rate=link_rate, reading_rate=reading_rate)
         return Situation(self.desired, self.observed(), view, NOW)
 
 

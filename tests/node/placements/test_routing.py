@@ -132,3 +132,55 @@ def test_one_placement_needs_no_reason() -> None:
     route = admit(case.situation(), case.desired[0], {P: cached(900)})
     assert route is not None
     assert route == ReplicaRoute(route.placement)
+
+
+# ------------------------------------------------------------------------------- readers
+
+
+def long_prompt(rows: int = 0, key: str = "k") -> pb.CachedPrefix:
+    return pb.CachedPrefix(prompt_rows=10_000, rows=rows, key=key)
+
+
+def reading_of(
+    prefixes: Mapping[PlacementId, pb.CachedPrefix], rate: float = 1e9, **marks: object
+) -> ReplicaRoute:
+    case = Case("", [], [wish(replicas=2)], runners=[*LOADED, *ELSEWHERE], marks=marks)
+    route = admit(case.situation(reading_rate=rate), case.desired[0], prefixes)
+    assert route is not None and route.placement.id == P
+    return route
+
+
+def test_the_other_replica_reads_the_upper_layers_of_a_long_prompt() -> None:
+    route = reading_of({P: long_prompt(), Q: long_prompt()})
+    ((reader, layers),) = route.readers
+    assert (reader, layers.node, layers.end_layer) == (Q, "b", 4) and layers.first_layer == 2
+    assert route.read_reason.startswith("with b: 10000 tokens take ")
+    alone = reading_of({P: long_prompt(), Q: long_prompt()}, rate=0.0)
+    assert alone.readers == () and route.reading_s < 0.6 * alone.reading_s
+
+
+@pytest.mark.parametrize(
+    "prefixes",
+    [
+        {P: long_prompt(), Q: long_prompt(key="other")},
+        {P: long_prompt(key=""), Q: long_prompt(key="")},
+        {P: long_prompt()},
+        {},
+        {P: cached(0), Q: cached(900, key="other")},
+    ],
+    ids=["of another kind", "states do not move", "did not say", "none was asked", "a short one"],
+)
+def test_it_reads_nothing_where_its_states_are_of_no_use(
+    prefixes: Mapping[PlacementId, pb.CachedPrefix],
+) -> None:
+    case = Case("", [], [wish(replicas=2)], runners=[*LOADED, *ELSEWHERE])
+    route = admit(case.situation(reading_rate=1e9), case.desired[0], prefixes)
+    assert route is not None and route.readers == ()
+
+
+def test_a_busy_replica_gets_fewer_layers() -> None:
+    route = reading_of({P: long_prompt(), Q: long_prompt()}, answers={(Q, ONE): 1})
+    ((_, layers),) = route.readers
+    assert layers.first_layer == 3
+    busy = reading_of({P: long_prompt(), Q: long_prompt()}, answers={(Q, ONE): 9})
+    assert busy.readers == () and busy.read_reason.startswith("alone: ")

@@ -1,0 +1,192 @@
+"""Which layers of a long prompt other nodes compute. Pure.
+
+The answering node keeps the lower layers and the readers get the rest, in chunks that are under way
+at once. So a prompt takes as long as all parts take for one chunk, and from then on as the slowest
+part, or link, takes for each.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING, Final
+
+from .cluster import LinkFacts
+from .cost import sane
+from .ids import NodeId
+
+if TYPE_CHECKING:
+    from .card import ModelCard
+
+WORTHWHILE: Final = 0.9
+"""Readers are asked where they are expected to need at most this part of the time."""
+CHUNK_S: Final = 0.002
+"""Seconds of a chunk's way to a reader and back, beside the link."""
+STATE_NUMBERS: Final = 320
+"""Numbers of a recurrent layer's state, in float32, for each of a hidden state: Qwen3.6-27B has
+307 (48 layers, 75 MB)."""
+MOST_READERS: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderNode:
+    """A node that may read for another one."""
+
+    node: NodeId
+    row_s: float
+    """Seconds of a layer for a row, beside what the node does already."""
+    round_trip_s: float
+    bandwidth: float
+    """Bytes a second between it and the answering node."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingSizes:
+    """What one model's prompts take."""
+
+    layers: int
+    chunk: int
+    """Rows of a forward."""
+    row_bytes: float
+    """Of a mean layer's cache, for a row."""
+    hidden_bytes: int
+    """Of a row."""
+    state_bytes: float
+    """Of a mean layer's state that is not divided by rows."""
+    drafts: bool = True
+    """Whether the hidden states of all rows return for the draft head."""
+
+    @classmethod
+    def of(cls, card: "ModelCard", chunk: int) -> "ReadingSizes":
+        share = card.num_attention_layers / card.num_layers
+        return cls(
+            layers=card.num_layers,
+            chunk=chunk,
+            row_bytes=card.kv_bytes_per_layer_token * share,
+            hidden_bytes=card.hidden_bytes,
+            state_bytes=STATE_NUMBERS * 4 * card.hidden_size * (1 - share),
+            drafts=card.native_mtp is not None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderLayers:
+    """The layers [first, end) that a node computes of a prompt."""
+
+    node: NodeId
+    first_layer: int
+    end_layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingPlan:
+    """Who reads a prompt."""
+
+    readers: tuple[ReaderLayers, ...]
+    """In the order of their layers; empty if the answering node reads alone."""
+    seconds: float
+    """As it is expected."""
+    reason: str
+    """For a person."""
+
+
+ALONE: Final = ReadingPlan((), 0.0, "")
+"""Where no other node may read."""
+
+
+def reader_of(
+    node: NodeId, row_s: float, links: Sequence[LinkFacts], busy: int = 0
+) -> ReaderNode | None:
+    """A node as a reader; None without a measured link. `busy`: the answers and prompts there, each
+    of which leaves it a part of its speed."""
+    measured = [link for link in links if sane(link.bandwidth, 0.0)]
+    if not measured or not sane(row_s, 0.0):
+        return None
+    best = max(measured, key=lambda link: link.bandwidth)
+    return ReaderNode(node, row_s * (1 + busy), sane(best.round_trip_s, 0.0), best.bandwidth)
+
+
+def plan_reading(
+    rows: int,
+    cached_rows: int,
+    own_row_s: float,
+    readers: Sequence[ReaderNode],
+    sizes: ReadingSizes,
+    names: Mapping[NodeId, str],
+) -> ReadingPlan:
+    """The quickest way to read a prompt of `rows` rows after those that are cached.
+
+    `own_row_s`: seconds of a layer for a row on the answering node. Of more readers the fastest
+    MOST_READERS are used; the plan is the best of all splits of each number of them, in that order.
+    """
+    left = rows - cached_rows
+    alone_s = left * own_row_s * sizes.layers
+    if not readers:
+        return ReadingPlan((), alone_s, "")
+    fastest = sorted(readers, key=lambda reader: (reader.row_s, reader.node))[:MOST_READERS]
+    best_s, best = alone_s, tuple[tuple[ReaderNode, int], ...]()
+    for count in range(1, min(len(fastest), sizes.layers - 1) + 1):
+        chosen = fastest[:count]
+        for counts in _splits(own_row_s, chosen, sizes.layers):
+            parts = tuple(zip(chosen, counts[1:], strict=True))
+            seconds = _seconds(left, cached_rows, own_row_s, counts[0], parts, sizes)
+            if seconds < best_s:
+                best_s, best = seconds, parts
+    if not best or best_s > WORTHWHILE * alone_s:
+        return ReadingPlan(
+            (), alone_s, f"alone: {left} tokens take {alone_s:.1f} s, with others {best_s:.1f} s"
+        )
+    layers, first = list[ReaderLayers](), sizes.layers - sum(count for _, count in best)
+    for reader, count in best:
+        layers.append(ReaderLayers(reader.node, first, first + count))
+        first += count
+    who = " and ".join(names.get(each.node, each.node) for each in layers)
+    reason = f"with {who}: {left} tokens take {best_s:.1f} s, alone {alone_s:.1f} s"
+    return ReadingPlan(tuple(layers), best_s, reason)
+
+
+def _splits(
+    own_row_s: float, readers: Sequence[ReaderNode], layers: int
+) -> Iterator[tuple[int, ...]]:
+    """For each time that a part may take for a row: the layers that each node computes within it,
+    the fastest filled first, and at least one each."""
+    paces = [own_row_s, *(reader.row_s for reader in readers)]
+    order = sorted(range(len(paces)), key=lambda index: paces[index])
+    limits = sorted({pace * count for pace in paces for count in range(1, layers)})
+    for limit in limits:
+        counts, rest = [1] * len(paces), layers - len(paces)
+        for index in order:
+            more = min(rest, int(limit / paces[index] + 1e-9) - 1)
+            counts[index] += max(0, more)
+            rest -= max(0, more)
+        if rest == 0:
+            yield tuple(counts)
+
+
+def _seconds(
+    rows: int,
+    cached_rows: int,
+    own_row_s: float,
+    own_layers: int,
+    parts: Sequence[tuple[ReaderNode, int]],
+    sizes: ReadingSizes,
+) -> float:
+    """Seconds to read `rows` rows, the state after `cached_rows` sent before."""
+    chunk = min(sizes.chunk, rows)
+    computing = [own_row_s * own_layers * chunk]
+    links, before, after, round_trip = list[float](), 0.0, 0.0, 0.0
+    for number, (reader, count) in enumerate(parts):
+        computing.append(reader.row_s * count * chunk)
+        returns_hidden = sizes.drafts or number < len(parts) - 1
+        nbytes = count * sizes.row_bytes + sizes.hidden_bytes * (1 + returns_hidden)
+        links.append(nbytes * chunk / reader.bandwidth)
+        states = count * sizes.state_bytes
+        before += (count * sizes.row_bytes * cached_rows + states * (cached_rows > 0)) / (
+            reader.bandwidth
+        )
+        after += states / reader.bandwidth
+        round_trip += reader.round_trip_s + CHUNK_S
+    # All links end at the answering node, which may have one port.
+    slowest = max(*computing, sum(links))
+    chunks = ceil(rows / chunk)
+    fill = sum(computing) + sum(links) + round_trip
+    return before + fill + (chunks - 1) * slowest + after

@@ -1,0 +1,113 @@
+"""Some layers of a prompt that another runner answers: what they compute, and what it gets."""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from ....mtp.caches.rollback import cache_arrays
+from ....mtp.seams import ForwardOutput, Want
+from ....placement.errors import InvalidFrame
+from ....proto import peer_pb2 as pb
+from ...checkpoint.prefix_files import ReceivedPrefix, StoredTensor
+from ...model.stage_model import StageModel
+from ...model.tensors import from_bytes
+from ...pipeline.frames import HiddenBlock
+from ..states.state import State
+from .layer_rows import LayerForm, LayerParts, Wanted, content_of, extended
+from .views import LayerViews
+
+Deliver = Callable[[Mapping[str, Any], Mapping[str, StoredTensor]], None]
+"""Takes description and tensors of what a forward added."""
+
+
+class LayerRead:
+    """The layers [first, end) of one prompt. All methods run on the compute thread."""
+
+    def __init__(
+        self,
+        views: LayerViews,
+        begin: pb.ReadBegin,
+        prefix: ReceivedPrefix | None,
+        deliver: Deliver,
+    ) -> None:
+        """`prefix`: the state after `begin.rows` rows, or None without any. Raises LoadFailed or
+        one of `encoding.CONTENT_FAULTS`."""
+        self._views = views
+        self._model: StageModel = views.part(begin.first_layer, begin.end_layer)
+        self._form: LayerForm = views.form(begin.first_layer, begin.end_layer)
+        self._returns_hidden = begin.hidden
+        self._deliver = deliver
+        self._blocks = deque[HiddenBlock]()
+        self.rope_positions = self._model.rope_positions
+        self.state = State(self._model.make_caches())
+        if prefix is not None:
+            self._restore(prefix, begin.rows)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the rows of its next forward are still to come."""
+        return not self._blocks
+
+    def add(self, block: HiddenBlock, prompt: Sequence[int], ends: Sequence[int]) -> None:
+        """Takes the rows of its next forward. Raises InvalidFrame for others.
+
+        `ends`: the row after each forward over `prompt`.
+        """
+        ahead = sum(each.rows for each in self._blocks)
+        begin, end = self.state.rows + ahead, block.members[0].position + block.rows
+        if block.members[0].position != begin or end not in ends or block.is_round:
+            raise InvalidFrame(
+                f"the rows from {block.members[0].position} to {end} are no forward after {begin} "
+                "rows",
+                param="hidden.members.position",
+            )
+        if list(block.tokens) != list(prompt[begin:end]):
+            raise InvalidFrame("the ids of a forward are not the prompt's", param="hidden.tokens")
+        self._blocks.append(block)
+
+    def forward(
+        self,
+        tokens: mx.array,
+        caches: Sequence[object],
+        *,
+        want: Want,
+        embeddings: mx.array | None = None,
+    ) -> ForwardOutput:
+        """Appends the next rows to its caches; lazy. A `PromptReader`'s."""
+        del want, embeddings
+        block, positions = self._blocks[0], self.rope_positions
+        if block.places:
+            positions.at(mx.array(block.places, dtype=mx.int32).reshape(3, -1))
+        else:
+            positions.set_deltas([block.members[0].delta])
+        positions.join(block.tokens)
+        shape = (1, block.rows, self._views.hidden_size)
+        entering = from_bytes(block.data, self._views.dtype, shape)
+        is_last = block.reply == pb.REPLY_LAST
+        hidden = self._views.hidden(self._model, tokens[None], entering, caches, is_last=is_last)
+        return ForwardOutput(mx.zeros((0, 1)), hidden)
+
+    def commit(self, output: ForwardOutput) -> None:
+        """Delivers what a computed forward added."""
+        block = self._blocks.popleft()
+        begin = self.state.rows
+        self.state.rows = end = begin + block.rows
+        wanted = wanted_of(block, hidden=self._returns_hidden)
+        mx.eval(cache_arrays(self.state.caches))
+        self._deliver(*content_of(self.state.caches, wanted, output.hidden))
+        assert end == wanted.end
+
+    def _restore(self, prefix: ReceivedPrefix, rows: int) -> None:
+        parts: LayerParts = self._form.read(prefix, Wanted(0, rows, True, 0))
+        caches = self.state.caches
+        self.state = State(extended(caches, parts, self._model.make_caches(), rows), rows)
+
+
+def wanted_of(block: HiddenBlock, *, hidden: bool) -> Wanted:
+    """What a reader returns of a block. `hidden`: whether the hidden states of all rows, or only of
+    a prompt's last."""
+    is_last, begin = block.reply == pb.REPLY_LAST, block.members[0].position
+    states = is_last or block.border != pb.BORDER_UNSPECIFIED
+    return Wanted(begin, begin + block.rows, states, block.rows if hidden else int(is_last))

@@ -1,0 +1,245 @@
+"""A prompt that is read with readers, on the runner that answers it.
+
+Its own layers are the lower ones; the forwards' hidden states go to the readers, and what these add
+to their layers' caches comes back, so that in the end the whole state is here as if it had been
+read alone. Own layers are ahead by a few forwards; whatever becomes of the readers, the state after
+the last forward of which all came back can be made again.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+import mlx.core as mx
+
+from ....mtp.caches.rollback import holds_rows
+from ....mtp.seams import ForwardOutput, Want
+from ....placement.cluster import layer_range
+from ....placement.errors import ExoNodeError
+from ....proto import peer_pb2 as pb
+from ...checkpoint.files import Buffer
+from ...checkpoint.prefix_files import pieces_of
+from ...model.stage_model import StageModel
+from ...model.tensors import require_finite, to_bytes
+from ...pipeline.frames import BlockMember, HiddenBlock
+from ..prefixes.borders import Borders
+from ..prefixes.memory import is_worth
+from ..states.state import DraftState, State
+from .layer_read import wanted_of
+from .layer_rows import CacheMark, Wanted, as_marked, content_of, extended
+from .link import Readers, ReadTrip
+from .views import LayerViews
+
+AHEAD: Final = 2
+"""Forwards that may be under way beside one for each reader: so all have work, and few hidden
+states wait."""
+
+
+@dataclass(slots=True, eq=False)
+class SentForward:
+    """A forward whose rows the readers have."""
+
+    end: int
+    wanted: Wanted
+    own: Sequence[CacheMark]
+    """The own layers' caches after it."""
+    trip: ReadTrip
+
+
+class LandedForward(NamedTuple):
+    """A forward of which all came back."""
+
+    begin: int
+    end: int
+    output: ForwardOutput | None
+    """Of the whole model; None where it is not needed."""
+
+
+class _Mark(NamedTuple):
+    """The whole state after a forward, while later ones write to its caches."""
+
+    rows: int
+    caches: Sequence[CacheMark]
+    draft: DraftState | None
+    draft_room: CacheMark | None
+
+
+class LowerLayers:
+    """The own layers, as `PrefillForward` computes them: hidden states, no logits."""
+
+    def __init__(self, views: LayerViews, model: StageModel) -> None:
+        self._views = views
+        self._model = model
+        self.rope_positions = model.rope_positions
+
+    def forward(
+        self,
+        tokens: mx.array,
+        caches: Sequence[object],
+        *,
+        want: Want,
+        embeddings: mx.array | None = None,
+    ) -> ForwardOutput:
+        """Appends ids (rows,) to its caches; lazy."""
+        hidden = self._views.hidden(
+            self._model, tokens[None], None, caches, embeddings, is_last=want == "last"
+        )
+        return ForwardOutput(mx.zeros((0, 1)), hidden)
+
+
+class SharedReading:
+    """All methods run on the compute thread."""
+
+    def __init__(
+        self,
+        views: LayerViews,
+        readers: Readers,
+        state: State,
+        prompt: Sequence[int],
+        borders: Borders,
+        name: tuple[str, int],
+    ) -> None:
+        """`state`: the whole one, after the rows of a cached prefix. `borders`: the states that may
+        be worth caching. `name`: the request's, and its attempt. Raises one of `views.VIEW_FAULTS`.
+        """
+        self._views, self._readers, self._prompt = views, readers, prompt
+        self._borders, self._name = borders, name
+        self.state = state
+        """The whole state; after rows that came back, but for own layers, which are ahead."""
+        border = readers.layers[0].first
+        parts = [views.part(*layers) for layers in readers.layers]
+        lower = views.part(0, border)
+        self.target = LowerLayers(views, lower)
+        self.is_closed = False
+        """Whether it has ended, and nothing of it comes back."""
+        self._end = border
+        self._own, self._theirs = lower.cache_indices, [part.cache_indices for part in parts]
+        self._fresh = [part.make_caches for part in parts]
+        self._forms = [views.form(*layers) for layers in readers.layers]
+        self._sent = deque[SentForward]()
+        self._mark = self._marked(self._marks(range(len(state.caches))))
+        readers.open(
+            self._forms, prompt, state.rows, list(self._prefixes()), drafts=state.draft is not None
+        )
+
+    @property
+    def lower_state(self) -> State:
+        """The own layers' caches, to which the next forward is appended."""
+        return State([self.state.caches[index] for index in self._own])
+
+    def close(self) -> None:
+        """Frees the readers."""
+        self.is_closed = True
+        self._readers.close()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another forward may be sent now."""
+        return len(self._sent) < len(self._theirs) + AHEAD
+
+    def send(
+        self, begin: int, end: int, hidden: mx.array, delta: int, places: tuple[int, ...]
+    ) -> SentForward:
+        """Sends a computed forward of the own layers to the readers. Raises NumericError.
+
+        `delta`, `places`: the positions of its rows.
+        """
+        data, is_last = to_bytes(hidden), end == len(self._prompt)
+        stage = f"the answering node ({layer_range(0, self._end)})"
+        require_finite(data, self._views.dtype, begin, end - begin, stage)
+        caches = self.lower_state.caches
+        border = pb.BORDER_UNSPECIFIED if is_last else self._borders.at(end, self._is_worth)
+        block = HiddenBlock(
+            (BlockMember(*self._name, begin, delta),),
+            end - begin,
+            tuple(self._prompt[begin:end]),
+            pb.REPLY_LAST if is_last else pb.REPLY_COMPUTED,
+            data,
+            places=places,
+            border=border,
+        )
+        wanted = wanted_of(block, hidden=self.state.draft is not None)
+        own = [CacheMark.of(cache, copies=wanted.states) for cache in caches]
+        sent = SentForward(end, wanted, own, self._readers.send(block, wanted))
+        self._sent.append(sent)
+        return sent
+
+    def land(self, sent: SentForward) -> LandedForward:
+        """Takes what the readers returned of the first forward under way. Raises ExoNodeError or
+        one of `encoding.CONTENT_FAULTS`; then `alone` has the state to continue with."""
+        assert sent is self._sent[0]
+        if sent.trip.fault is not None:
+            raise sent.trip.fault
+        caches, hidden, wanted = list(self.state.caches), None, sent.wanted
+        for number, received in enumerate(sent.trip.results):
+            is_last = number == len(self._theirs) - 1
+            whole = wanted if is_last else wanted._replace(hidden=wanted.end - wanted.begin)
+            parts = self._forms[number].read(received, whole)
+            indices = self._theirs[number]
+            own = [caches[index] for index in indices]
+            grown = extended(own, parts, self._fresh[number](), sent.end)
+            for index, cache in zip(indices, grown, strict=True):
+                caches[index] = cache
+            hidden = parts.hidden
+        self.state.caches, self.state.rows = caches, sent.end
+        _ = self._sent.popleft()
+        output = None
+        if wanted.hidden and hidden is not None:
+            ids = self._prompt[sent.end - wanted.hidden : sent.end]
+            want: Want = "last" if sent.end == len(self._prompt) else "none"
+            output = self._views.output(ids, hidden, want)
+        return LandedForward(wanted.begin, sent.end, output)
+
+    def mark(self, sent: SentForward) -> State | None:
+        """The whole state after a forward that has landed, to be cached; None where states after it
+        were not wanted and some cache needs one."""
+        theirs = {index for indices in self._theirs for index in indices}
+        marks = dict(zip(self._own, sent.own, strict=True))
+        every = all(holds_rows(cache) for cache in self.state.caches)
+        if not (every or sent.wanted.states):
+            return None
+        marks |= {index: CacheMark.of(self.state.caches[index], copies=True) for index in theirs}
+        self._mark = self._marked([marks[index] for index in sorted(marks)])
+        return self.alone()
+
+    def alone(self) -> State:
+        """The whole state after the last forward that was marked, to continue without readers."""
+        mark = self._mark
+        caches = [
+            as_marked(cache, each, mark.rows)
+            for cache, each in zip(self.state.caches, mark.caches, strict=True)
+        ]
+        draft = None if mark.draft is None else replace(mark.draft, unread=list(mark.draft.unread))
+        if draft is not None and draft.cache is not None and mark.draft_room is not None:
+            draft.cache = as_marked(draft.cache, mark.draft_room, draft.rows)
+        return replace(self.state, caches=caches, rows=mark.rows, draft=draft)
+
+    def _is_worth(self, rows: int) -> bool:
+        form = self._views.form(0, self._views.num_layers)
+        return is_worth(form.state_bytes, rows * form.row_bytes, rows)
+
+    def _marks(self, indices: Sequence[int]) -> list[CacheMark]:
+        return [CacheMark.of(self.state.caches[index], copies=True) for index in indices]
+
+    def _marked(self, marks: Sequence[CacheMark]) -> _Mark:
+        draft, room = self.state.draft, None
+        if draft is not None:
+            draft = replace(draft, unread=list(draft.unread))
+            if draft.cache is not None:
+                draft.cache = copy(draft.cache)
+                room = CacheMark.of(draft.cache, copies=False)
+        return _Mark(self.state.rows, marks, draft, room)
+
+    def _prefixes(self) -> Iterator[Iterator[Buffer]]:
+        """The file of each reader's state after the cached rows; none if there are none."""
+        rows = self.state.rows
+        for indices in self._theirs if rows else ():
+            caches = [self.state.caches[index] for index in indices]
+            yield pieces_of(*content_of(caches, Wanted(0, rows, True, 0), None), lambda: None)
+
+
+def reading_fault(fault: Exception) -> str:
+    """Why the rest of a prompt is read alone, for the log."""
+    return fault.message if isinstance(fault, ExoNodeError) else str(fault) or type(fault).__name__

@@ -1,0 +1,108 @@
+"""Parts of a whole model's layers, over the same weights, for prompts that several runners read."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, Final
+
+import mlx.core as mx
+
+from ....mtp.seams import FORWARD_FAULTS, ForwardOutput, Want, as_row
+from ....mtp.targets import FamilyTarget, WholeTarget
+from ....placement.errors import LoadFailed
+from ...model.stage_model import StageModel
+from ...model.tensors import DTYPES
+from .layer_rows import LayerForm
+
+VIEW_FAULTS: Final = (LoadFailed, *FORWARD_FAULTS)
+"""Exceptions for layers that cannot be read apart from the others."""
+
+
+class LayerViews:
+    """All methods run on the compute thread."""
+
+    def __init__(
+        self,
+        stage: StageModel,
+        target: FamilyTarget | WholeTarget,
+        *,
+        hidden_size: int,
+        dtype: str,
+        context_length: int,
+        require_splittable: Callable[[int, int], None],
+    ) -> None:
+        """`target`: computes with the whole model. `require_splittable` raises LoadFailed for
+        layers that do not compute the same as in the whole model."""
+        self._reads_last_apart = isinstance(target, WholeTarget) and not target.reads_ends
+        self._stage = stage
+        self._target = target
+        self._hidden_size = hidden_size
+        self._dtype = dtype
+        self._context_length = context_length
+        self._require_splittable = require_splittable
+        self.part: Callable[[int, int], StageModel] = cache(self._part)
+        """The layers [first, end). Raises one of VIEW_FAULTS."""
+        self.form: Callable[[int, int], LayerForm] = cache(self._form)
+        """What their caches look like. Raises likewise."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the whole model."""
+        return self._stage.num_layers
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of hidden states."""
+        return self._dtype
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of a hidden state."""
+        return self._hidden_size
+
+    def hidden(
+        self,
+        part: StageModel,
+        ids: mx.array,
+        entering: mx.array | None,
+        caches: Sequence[Any],
+        embeddings: mx.array | None = None,
+        *,
+        is_last: bool,
+    ) -> mx.array:
+        """Appends ids (1, n) to the caches of a part, as the whole model would; lazy. `entering`
+        and `embeddings`: see `StageModel.hidden`. `is_last`: whether the prompt ends with them."""
+        rows, is_text = ids.shape[1], part.rope_positions.places is None
+        if not (is_last and rows > 1 and is_text and self._reads_last_apart):
+            return part.hidden(ids, entering, caches, embeddings, is_lazy=True)
+        outputs = [
+            part.hidden(
+                ids[:, some],
+                None if entering is None else entering[:, some],
+                caches,
+                None if embeddings is None else embeddings[:, some],
+                is_lazy=True,
+            )
+            for some in (slice(0, rows - 1), slice(rows - 1, rows))
+        ]
+        return mx.concatenate(outputs, axis=1)
+
+    def output(self, ids: Sequence[int], hidden: mx.array, want: Want) -> ForwardOutput:
+        """What the whole model's forward over a prompt gives, of its layers' `hidden` (1, n, H) of
+        `ids`; lazy."""
+        if isinstance(self._target, WholeTarget):
+            row = as_row(ids[-1:])[None]
+            return ForwardOutput(self._stage.logits(row, hidden[:, -1:])[0], None)
+        with self._stage.after_layers(hidden):
+            return self._target.forward(as_row(ids), self._stage.make_caches(), want=want)
+
+    def _part(self, first: int, end: int) -> StageModel:
+        self._require_splittable(first, end)
+        stage = self._stage
+        part = StageModel(stage.model, first, end, stage.kv, stage.rope_positions)
+        if part.shares_caches:
+            raise LoadFailed("layers of this model share caches with others")
+        return part
+
+    def _form(self, first: int, end: int) -> LayerForm:
+        dtype = DTYPES[self._dtype]
+        return LayerForm.of(self.part(first, end), self._hidden_size, dtype, self._context_length)

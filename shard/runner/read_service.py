@@ -1,0 +1,198 @@
+"""The gRPC service that computes layers of prompts that other runners answer."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing
+from functools import partial
+from typing import Any, Final
+
+from ...placement.errors import ExoNodeError, InvalidFrame, InvalidRequest, PeerLost
+from ...proto import peer_pb2 as pb
+from ...proto import peer_pb2_grpc
+from ...proto.bounds import fault as out_of_bounds
+from ..checkpoint.prefix_files import PrefixReceiver, ReceivedPrefix, StoredTensor, pieces_of
+from ..engine.answers.text_engine import TextEngine
+from ..engine.compute import ComputeThread
+from ..engine.prefixes.encoding import CONTENT_FAULTS
+from ..engine.reading.layer_rows import Wanted
+from ..engine.reading.views import VIEW_FAULTS
+from ..engine.request import Request
+from ..model.stage_limits import StageLimits
+from ..pipeline.frames import REQUEST_NAME, Assembler
+from .prefix_exchange import chunks_of
+from .refusal import Context, refuse
+
+log = logging.getLogger(__name__)
+
+PULSE_S: Final = 1.0
+"""Seconds after which a reader says that it lives, if it has nothing to return."""
+MOST_READS: Final = 4
+"""Prompts that are read for others at the same time."""
+BLOCKS_AHEAD: Final = 4
+"""Forwards of one prompt whose rows wait here; gRPC's flow control holds back the rest."""
+
+
+class ReadService(peer_pb2_grpc.ReadingServicer):
+    """Reads layers of prompts that other runners answer."""
+
+    def __init__(
+        self, limits: StageLimits, key: str, engine: TextEngine, compute: ComputeThread
+    ) -> None:
+        """`key`: see `persistent_files.shared_prefix_key`."""
+        self._limits = limits
+        self._key = key
+        self._engine = engine
+        self._compute = compute
+        self._reads = 0
+
+    async def Read(
+        self, request_iterator: AsyncIterator[pb.ReadRequest], context: Context
+    ) -> AsyncIterator[pb.ReadReply]:
+        try:
+            async with aclosing(self._read(request_iterator)) as replies:
+                async for reply in replies:
+                    yield reply
+        except ExoNodeError as fault:
+            await refuse(context, fault)
+
+    async def _read(
+        self, requests: AsyncIterator[pb.ReadRequest]
+    ) -> AsyncGenerator[pb.ReadReply, None]:
+        """What each forward adds to the layers. Raises ExoNodeError. Its end frees the layers."""
+        begin = (await anext(requests, pb.ReadRequest())).begin
+        self._check(begin)
+        self._reads += 1
+        reading = _Reading(self._limits, self._engine, self._compute, begin)
+        try:
+            async for reply in reading.replies(requests):
+                yield reply
+        finally:
+            self._reads -= 1
+
+    def _check(self, begin: pb.ReadBegin) -> None:
+        limits = self._limits
+        if (violation := out_of_bounds(begin)) is not None:
+            raise InvalidRequest(f"{violation.field} {violation.text}", param=violation.field)
+        if begin.placement != limits.placement:
+            # The port of a runner that is gone may be another's by now.
+            raise PeerLost("another placement's runner listens here now")
+        if begin.key != self._key:
+            raise InvalidRequest(
+                "this runner's states are of another model, or of another kind of machine",
+                param="key",
+            )
+        if not REQUEST_NAME.fullmatch(begin.request) or begin.attempt < 1:
+            raise InvalidRequest("it needs the name of a request, and an attempt", param="request")
+        tokens = begin.tokens
+        if not 1 <= len(tokens) <= limits.context_length or max(tokens) >= limits.vocabulary:
+            raise InvalidRequest(
+                f"tokens must be 1 to {limits.context_length} ids of the vocabulary", param="tokens"
+            )
+        if not 0 < begin.first_layer < begin.end_layer <= self._engine.num_layers:
+            raise InvalidRequest("the layers are none of this model's upper ones", param="layers")
+        if self._reads >= MOST_READS:
+            raise PeerLost(f"{MOST_READS} prompts are being read for others already")
+
+
+class _Reading:
+    """One prompt that another runner answers."""
+
+    def __init__(
+        self,
+        limits: StageLimits,
+        engine: TextEngine,
+        compute: ComputeThread,
+        begin: pb.ReadBegin,
+    ) -> None:
+        self._limits = limits
+        self._engine = engine
+        self._compute = compute
+        self._begin = begin
+        self._ahead = asyncio.Semaphore(BLOCKS_AHEAD)
+        self._loop = asyncio.get_running_loop()
+        self._added: asyncio.Queue[
+            tuple[Mapping[str, Any], Mapping[str, StoredTensor]] | BaseException
+        ] = asyncio.Queue()
+        self._request: Request | None = None
+
+    async def replies(
+        self, requests: AsyncIterator[pb.ReadRequest]
+    ) -> AsyncGenerator[pb.ReadReply, None]:
+        taking = asyncio.create_task(self._take(requests))
+        taking.add_done_callback(self._note_end)
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(PULSE_S):
+                        added = await self._added.get()
+                except TimeoutError:
+                    yield pb.ReadReply()
+                    continue
+                if isinstance(added, BaseException):
+                    raise _as_public(added)
+                async for chunk in chunks_of(pieces_of(*added, lambda: None)):
+                    yield pb.ReadReply(data=chunk.data)
+                yield pb.ReadReply(ends=True)
+                self._ahead.release()
+        finally:
+            _ = taking.cancel()
+            self._compute.post(self._end)
+
+    def _note_end(self, taking: "asyncio.Task[None]") -> None:
+        if not taking.cancelled() and (fault := taking.exception()) is not None:
+            self._added.put_nowait(fault)
+
+    async def _take(self, requests: AsyncIterator[pb.ReadRequest]) -> None:
+        """Takes the state and the forwards that the caller sends."""
+        prefix = await self._prefix(requests) if self._begin.rows else None
+        self._compute.attach(self._engine.step)
+        request = await self._on_compute(partial(self._start, prefix))
+        read, assembler = request.read, Assembler(self._limits)
+        assert read is not None
+        async for message in requests:
+            frame = message.frame
+            if not frame.HasField("hidden"):
+                raise InvalidFrame("a forward has hidden states", param="frame")
+            if (frame.request, frame.attempt) != (self._begin.request, self._begin.attempt):
+                raise InvalidFrame("the forward is of another request", param="request")
+            if (block := assembler.add(frame)) is not None:
+                _ = await self._ahead.acquire()
+                await self._on_compute(partial(read.add, block, request.prompt, request.ends))
+
+    async def _prefix(self, requests: AsyncIterator[pb.ReadRequest]) -> ReceivedPrefix:
+        begin, wanted = self._begin, Wanted(0, self._begin.rows, True, 0)
+        form = await self._on_compute(
+            partial(self._engine.layer_form, begin.first_layer, begin.end_layer)
+        )
+        receiver = PrefixReceiver(form.bytes(wanted), partial(form.check, wanted))
+        async for message in requests:
+            if not message.HasField("prefix"):
+                raise InvalidFrame("the state after the first rows is missing", param="prefix")
+            if not message.prefix.data:
+                return receiver.finish()
+            await asyncio.to_thread(receiver.feed, message.prefix.data)
+        raise PeerLost("the caller is gone")
+
+    async def _on_compute(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.wrap_future(self._compute.submit(work))
+
+    def _start(self, prefix: ReceivedPrefix | None) -> Request:
+        def put(item: Any) -> None:
+            _ = self._loop.call_soon_threadsafe(self._added.put_nowait, item)
+
+        self._request = self._engine.begin_read(
+            self._begin, prefix, lambda description, tensors: put((description, tensors)), put
+        )
+        return self._request
+
+    def _end(self) -> None:
+        if self._request is not None:
+            self._engine.cancel(self._request)
+
+
+def _as_public(fault: BaseException) -> BaseException:
+    """The error that the caller gets: what it sent has another form, or this runner fails."""
+    if isinstance(fault, ExoNodeError) or not isinstance(fault, (*VIEW_FAULTS, *CONTENT_FAULTS)):
+        return fault
+    return InvalidRequest(f"what was sent cannot be used: {fault}", param="prefix")

@@ -1,0 +1,261 @@
+"""The calls to the readers of one prompt that this runner answers."""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, Final
+
+import grpc
+
+from ...placement.errors import ExoNodeError, InvalidFrame, PeerLost
+from ...proto import peer_pb2 as pb
+from ...proto import peer_pb2_grpc
+from ..checkpoint.files import Buffer
+from ..checkpoint.prefix_files import PrefixReceiver, ReceivedPrefix
+from ..engine.compute import ComputeThread
+from ..engine.reading.layer_rows import LayerForm, Wanted
+from ..engine.reading.link import LayerRange, ReadOutcome, ReadTrip
+from ..engine.request import Parameters
+from ..model.stage_limits import StageLimits
+from ..pipeline.frames import HiddenBlock, cut
+from .prefix_exchange import chunks_of, connected, reason_of
+
+log = logging.getLogger(__name__)
+
+SILENCE_S: Final = 5.0
+"""Seconds without a word after which a reader is lost. The first one waits for a small model."""
+OPENING_S: Final = 30.0
+FORWARD_S: Final = 60.0
+"""Seconds for one forward of a reader that lives."""
+
+
+@dataclass(slots=True, eq=False)
+class _Forward:
+    """A forward on its way, as one reader computes it."""
+
+    trip: ReadTrip
+    block: HiddenBlock
+    wanted: Wanted
+    """Of the last reader."""
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One reader of one prompt."""
+
+    source: pb.Reader
+    messages: "asyncio.Queue[pb.ReadRequest]" = field(default_factory=asyncio.Queue)
+    forwards: deque[_Forward] = field(default_factory=deque[_Forward])
+    """Those that it has not returned."""
+    task: "asyncio.Task[None] | None" = None
+
+
+class RemoteReaders:
+    """A `Readers` over gRPC, whose methods hand over to the event loop."""
+
+    def __init__(
+        self,
+        sources: Sequence[pb.Reader],
+        key: str,
+        credentials: grpc.ChannelCredentials,
+        limits: StageLimits,
+        parameters: Parameters,
+        reason: str,
+        wake: Callable[[], None],
+    ) -> None:
+        """`key`: see `persistent_files.shared_prefix_key`. `wake`: called when one is back."""
+        self.layers: Sequence[LayerRange] = [
+            LayerRange(each.first_layer, each.end_layer) for each in sources
+        ]
+        self.outcome = ReadOutcome(reason=reason)
+        self._key = key
+        self._credentials = credentials
+        self._limits = limits
+        self._name = parameters.key
+        self._wake = wake
+        self._loop = asyncio.get_running_loop()
+        self._calls = [_Call(source) for source in sources]
+        self._forms: Sequence[LayerForm] = ()
+        self._fault: ExoNodeError | None = None
+
+    def open(
+        self,
+        forms: Sequence[LayerForm],
+        prompt: Sequence[int],
+        begin: int,
+        states: Sequence[Iterator[Buffer]],
+        *,
+        drafts: bool,
+    ) -> None:
+        self._forms = forms
+        self.outcome.nodes = [call.source.source.node for call in self._calls]
+        _ = self._loop.call_soon_threadsafe(self._open, prompt, begin, states, drafts)
+
+    def send(self, block: HiddenBlock, wanted: Wanted) -> ReadTrip:
+        trip = ReadTrip()
+        _ = self._loop.call_soon_threadsafe(self._pass_on, 0, _Forward(trip, block, wanted))
+        return trip
+
+    def close(self) -> None:
+        _ = self._loop.call_soon_threadsafe(self._close)
+
+    # ---- the event loop
+
+    def _open(
+        self, prompt: Sequence[int], begin: int, states: Sequence[Iterator[Buffer]], drafts: bool
+    ) -> None:
+        for number, call in enumerate(self._calls):
+            source, (request, attempt) = call.source, self._name
+            wire = pb.ReadBegin(
+                placement=source.source.placement,
+                key=self._key,
+                request=request,
+                attempt=attempt,
+                first_layer=source.first_layer,
+                end_layer=source.end_layer,
+                tokens=prompt,
+                rows=begin,
+                hidden=drafts or number < len(self._calls) - 1,
+            )
+            state = states[number] if states else iter(())
+            run = self._run(number, call, wire, state)
+            call.task = asyncio.create_task(run, name="a reader's call")
+
+    def _pass_on(self, number: int, forward: _Forward) -> None:
+        """Sends the rows of a forward to a reader."""
+        if self._fault is not None:
+            forward.trip.fault, forward.trip.is_back = self._fault, True
+            self._wake()
+            return
+        call, limits = self._calls[number], self._limits
+        call.forwards.append(forward)
+        self.outcome.bytes += len(forward.block.data)
+        for frame in cut(
+            forward.block,
+            call.source.source.placement,
+            limits.stage,
+            limits.dtype,
+            limits.hidden_size,
+        ):
+            call.messages.put_nowait(pb.ReadRequest(frame=frame))
+
+    async def _run(
+        self, number: int, call: _Call, begin: pb.ReadBegin, state: Iterator[Buffer]
+    ) -> None:
+        """Drives one reader until it is closed. Any error ends all of them."""
+        try:
+            async with connected(call.source.source, self._credentials) as channel:
+                stream = peer_pb2_grpc.ReadingStub(channel).Read()
+                writing = asyncio.create_task(self._write(stream, call, begin, state))
+                try:
+                    await self._read(number, call, stream)
+                finally:
+                    _ = writing.cancel()
+                    _ = stream.cancel()
+                    with suppress(asyncio.CancelledError, grpc.RpcError, asyncio.InvalidStateError):
+                        await writing
+        except (ExoNodeError, grpc.RpcError, TimeoutError, ValueError) as fault:
+            node = call.source.source.node
+            self._fail(PeerLost(f"{node} reads no more: {reason_of(fault)}"))
+
+    async def _write(
+        self, stream: Any, call: _Call, begin: pb.ReadBegin, state: Iterator[Buffer]
+    ) -> None:
+        await stream.write(pb.ReadRequest(begin=begin))
+        if begin.rows:
+            async for chunk in chunks_of(state):
+                self.outcome.bytes += len(chunk.data)
+                await stream.write(pb.ReadRequest(prefix=chunk))
+            await stream.write(pb.ReadRequest(prefix=pb.FileChunk()))
+        while True:
+            await stream.write(await call.messages.get())
+
+    async def _read(self, number: int, call: _Call, stream: Any) -> None:
+        """Takes what a reader returns, in order. Raises what it got."""
+        receiver: PrefixReceiver | None = None
+        returned_at, patience = time.monotonic(), OPENING_S
+        while True:
+            async with asyncio.timeout(patience):
+                reply = await stream.read()
+            if not isinstance(reply, pb.ReadReply):  # the end
+                raise PeerLost("its stream ended")
+            patience = SILENCE_S
+            if not call.forwards:
+                returned_at = time.monotonic()
+                if reply.data:
+                    raise InvalidFrame("it returned more than it was sent", param="data")
+                continue
+            if not reply.data and not reply.ends:
+                if time.monotonic() - returned_at > FORWARD_S:
+                    raise PeerLost(f"it returned nothing within {FORWARD_S:.0f} s")
+                continue
+            forward, form = call.forwards[0], self._forms[number]
+            wanted = self._wanted(number, forward)
+            receiver = receiver or PrefixReceiver(form.bytes(wanted), partial(form.check, wanted))
+            await asyncio.to_thread(receiver.feed, reply.data)
+            if reply.ends:
+                received, receiver = receiver.finish(), None
+                returned_at = time.monotonic()
+                self._take(number, call.forwards.popleft(), received)
+
+    def _wanted(self, number: int, forward: _Forward) -> Wanted:
+        is_last = number == len(self._calls) - 1
+        return forward.wanted if is_last else forward.wanted._replace(hidden=forward.block.rows)
+
+    def _take(self, number: int, forward: _Forward, received: ReceivedPrefix) -> None:
+        self.outcome.bytes += received.size
+        trip = forward.trip
+        trip.results.append(received)
+        if number < len(self._calls) - 1:
+            data = bytes(received.bytes_of("hidden"))
+            if len(data) != len(forward.block.data):
+                raise ValueError("its hidden states have another size")
+            forward.block = replace(forward.block, data=data)
+            self._pass_on(number + 1, forward)
+            return
+        trip.is_back = True
+        self._wake()
+
+    def _fail(self, fault: ExoNodeError) -> None:
+        self._fault = self._fault or fault
+        trips = [forward.trip for call in self._calls for forward in call.forwards]
+        for call in self._calls:
+            call.forwards.clear()
+        for trip in trips:
+            trip.fault, trip.is_back = self._fault, True
+        self._wake()
+
+    def _close(self) -> None:
+        self._fault = self._fault or PeerLost("the reading has ended")
+        for call in self._calls:
+            if call.task is not None:
+                _ = call.task.cancel()
+
+
+def readers_of(
+    key: str,
+    credentials: grpc.ChannelCredentials,
+    limits: StageLimits,
+    compute: ComputeThread,
+    request: pb.GenerateRequest,
+    parameters: Parameters,
+) -> RemoteReaders | None:
+    """The readers that a request names, if any. `key`: see `persistent_files.shared_prefix_key`."""
+    borders = [(each.first_layer, each.end_layer) for each in request.readers]
+    if not borders or any(a[1] != b[0] for a, b in pairwise(borders)):
+        return None
+    return RemoteReaders(
+        request.readers,
+        key,
+        credentials,
+        limits,
+        parameters,
+        request.read_reason,
+        lambda: compute.post(lambda: None),
+    )

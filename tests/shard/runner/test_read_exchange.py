@@ -1,0 +1,375 @@
+"""Prompts that two and three runners read over TLS, and readers that hang, die, or lie.
+
+The runners are services in this process, with the certificates and the ports of real ones.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from engines import message
+from prefixes import CHUNK, TOKENS, cold, engine, turn, words
+
+from exo_node.node.trust.certificates import channel_credentials, runner_credentials
+from exo_node.node.trust.keys import ClusterKey
+from exo_node.placement.ids import NodeId
+from exo_node.proto import peer_pb2 as pb
+from exo_node.proto import peer_pb2_grpc
+from exo_node.shard.engine.answers.text_engine import TextEngine
+from exo_node.shard.engine.compute import ComputeThread
+from exo_node.shard.model.stage_limits import StageLimits
+from exo_node.shard.runner import remote_readers
+from exo_node.shard.runner.generator_service import GeneratorService
+from exo_node.shard.runner.prefix_exchange import connected
+from exo_node.shard.runner.read_service import MOST_READS, ReadService
+from exo_node.shard.runner.remote_readers import readers_of
+
+KEY = "the same model"
+CLUSTER = ClusterKey(b"0123456789abcdefghij")
+NODE = NodeId("a" * 20)
+ANY: Any = None
+PROMPT = [*turn(300, 1), *words(CHUNK * 4 + 7, 2)]
+SERVICER: Any = peer_pb2_grpc.ReadingServicer
+Serve = Callable[[Any, Any], AsyncIterator[pb.ReadReply]]
+
+
+def limits(placement: str) -> StageLimits:
+    return StageLimits(placement, 1, "float32", 64, CHUNK, 4096, 4096)
+
+
+@dataclass
+class Runner:
+    """A whole model's services with their engine."""
+
+    placement: str
+    engine: TextEngine = field(default_factory=engine)
+    compute: ComputeThread = field(default_factory=ComputeThread)
+
+    def __post_init__(self) -> None:
+        own = limits(self.placement)
+        self.reading = ReadService(own, KEY, self.engine, self.compute)
+        credentials = channel_credentials(runner_credentials(NODE, CLUSTER))
+        readers = partial(readers_of, KEY, credentials, own, self.compute)
+        self.service = GeneratorService(own, self.engine, self.compute, ANY, None, None, readers)
+
+    async def ask(
+        self, readers: list[pb.Reader], k: int = 0, prompt: list[int] = PROMPT
+    ) -> pb.Stats:
+        """The stats of an answer, whose ids are those of an engine that reads alone."""
+        wire = wire_of(self.placement, readers, k, prompt)
+        ids, stats = list[int](), None
+        async for event in self.service.Generate(wire, ANY):
+            ids += event.delta.round.tokens
+            if event.HasField("finished"):
+                stats = event.finished.stats
+        assert stats is not None and tuple(ids) == cold(prompt, k)[0]
+        return stats
+
+
+def wire_of(
+    placement: str, readers: list[pb.Reader], k: int, prompt: list[int]
+) -> pb.GenerateRequest:
+    return message(
+        placement=placement,
+        request="r",
+        attempt=1,
+        token_ids=pb.TokenIds(ids=prompt),
+        sampling=pb.Sampling(top_p=1.0),
+        max_tokens=TOKENS,
+        num_draft_tokens=k,
+        drafting_reason="" if k else "a test",
+        readers=readers,
+        read_reason="a test",
+    )
+
+
+@asynccontextmanager
+async def served(reading: Any) -> AsyncGenerator[tuple[pb.PrefixSource, grpc.aio.Server]]:
+    server = grpc.aio.server()
+    peer_pb2_grpc.add_ReadingServicer_to_server(reading, server)
+    own = runner_credentials(NODE, CLUSTER)
+    credentials = grpc.ssl_server_credentials(
+        [(own.key_pem, own.certificate_pem)], own.authority_pem, require_client_auth=True
+    )
+    port = server.add_secure_port("127.0.0.1:0", credentials)
+    await server.start()
+    ready = pb.LoadReady(host="127.0.0.1", port=port)
+    try:
+        yield pb.PrefixSource(placement="reader", ready=ready, node=NODE), server
+    finally:
+        await server.stop(None)
+
+
+def reader(source: pb.PrefixSource, first: int = 2, end: int = 4) -> pb.Reader:
+    return pb.Reader(source=source, first_layer=first, end_layer=end)
+
+
+Story = Callable[[Runner, list[pb.PrefixSource], list[grpc.aio.Server]], Awaitable[None]]
+
+
+def play(story: Story, *readings: Any) -> None:
+    """An answering runner, and where readers are served. Nothing is left of them."""
+
+    async def run() -> None:
+        target = Runner("target")
+        try:
+            async with asyncio.timeout(50):
+                if len(readings) == 1:
+                    async with served(readings[0]) as (source, server):
+                        await story(target, [source], [server])
+                else:
+                    async with served(readings[0]) as one, served(readings[1]) as two:
+                        await story(target, [one[0], two[0]], [one[1], two[1]])
+        finally:
+            target.compute.close()
+        tasks = [each for each in asyncio.all_tasks() if each is not asyncio.current_task()]
+        assert not [each for each in tasks if "read" in str(each.get_coro())]
+
+    asyncio.run(run())
+
+
+@pytest.fixture
+def runners() -> Any:
+    both = [Runner("reader"), Runner("reader")]
+    yield both
+    for each in both:
+        each.compute.close()
+
+
+def is_free(runner: Runner) -> bool:
+    keys = runner.compute.submit(lambda: (runner.engine._engine.keys, runner.engine.cache_bytes()))  # pyright: ignore[reportPrivateUsage]
+    return keys.result() == (set(), 0)
+
+
+async def until_free(runner: Runner) -> None:
+    async with asyncio.timeout(10):
+        while not await asyncio.to_thread(is_free, runner):
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("k", [0, pytest.param(2, marks=pytest.mark.smoke)])
+def test_one_reader(runners: list[Runner], k: int) -> None:
+    async def story(target: Runner, sources: Any, _: Any) -> None:
+        stats = await target.ask([reader(sources[0])], k)
+        assert (list(stats.read_by), stats.read_reason) == ([NODE], "a test")
+        assert stats.read_bytes > 100_000 and stats.read_s > 0
+        await until_free(runners[0])
+        longer = [*PROMPT, *words(CHUNK * 4, 3)]
+        again = await target.ask([reader(sources[0])], k, longer)
+        assert again.cached_tokens > 0 and list(again.read_by) == [NODE]
+
+    play(story, runners[0].reading)
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_two_readers(runners: list[Runner], k: int) -> None:
+    async def story(target: Runner, sources: Any, _: Any) -> None:
+        chain = [reader(sources[0], 1, 2), reader(sources[1], 2, 4)]
+        stats = await target.ask(chain, k)
+        assert (len(stats.read_by), stats.read_reason) == (2, "a test")
+        for runner in runners:
+            await until_free(runner)
+
+    play(story, *(each.reading for each in runners))
+
+
+def test_a_reader_that_stops_in_the_middle(runners: list[Runner]) -> None:
+    class Dying(SERVICER):
+        async def Read(self, requests: Any, context: Any) -> AsyncIterator[pb.ReadReply]:
+            count = 0
+            async for reply in runners[0].reading.Read(requests, context):
+                yield reply
+                count += reply.ends
+                if count == 2:
+                    return
+
+    async def story(target: Runner, sources: Any, _: Any) -> None:
+        for k in (0, 2):
+            stats = await target.ask([reader(sources[0])], k)
+            assert "rows alone" in stats.read_reason and "its stream ended" in stats.read_reason
+            await until_free(runners[0])
+
+    play(story, Dying())
+
+
+def test_a_server_that_is_gone(runners: list[Runner]) -> None:
+    async def story(target: Runner, sources: Any, servers: list[grpc.aio.Server]) -> None:
+        await servers[0].stop(None)
+        stats = await target.ask([reader(sources[0])], 1)
+        assert "its runner does not answer" in stats.read_reason
+
+    play(story, runners[0].reading)
+
+
+async def _silent(_requests: Any, _context: Any) -> AsyncIterator[pb.ReadReply]:
+    await asyncio.sleep(3600)
+    yield pb.ReadReply()
+
+
+async def _pulsing(_requests: Any, _context: Any) -> AsyncIterator[pb.ReadReply]:
+    while True:
+        yield pb.ReadReply()
+        await asyncio.sleep(0.01)
+
+
+async def _noise(requests: Any, _context: Any) -> AsyncIterator[pb.ReadReply]:
+    async for request in requests:
+        if request.HasField("frame"):
+            yield pb.ReadReply(data=b"noise" * 1000, ends=True)
+
+
+async def _too_early(_requests: Any, _context: Any) -> AsyncIterator[pb.ReadReply]:
+    yield pb.ReadReply(data=b"noise")
+    await asyncio.sleep(3600)
+
+
+async def _failing(_requests: Any, _context: Any) -> AsyncIterator[pb.ReadReply]:
+    raise RuntimeError("a defect")
+    yield
+
+
+@pytest.mark.parametrize(
+    ("serve", "why"),
+    [
+        (_silent, "takes too long"),
+        (_pulsing, "returned nothing within"),
+        (_noise, "no safetensors"),
+        (_too_early, "more than it was sent"),
+        (_failing, "unknown"),
+    ],
+)
+def test_readers_that_hang_or_lie(serve: Serve, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_readers, "OPENING_S", 1.0)
+    monkeypatch.setattr(remote_readers, "SILENCE_S", 1.0)
+    monkeypatch.setattr(remote_readers, "FORWARD_S", 1.0)
+
+    class Other(SERVICER):
+        async def Read(self, requests: Any, context: Any) -> AsyncIterator[pb.ReadReply]:
+            async for reply in serve(requests, context):
+                yield reply
+
+    async def story(target: Runner, sources: Any, _: Any) -> None:
+        stats = await target.ask([reader(sources[0])], 1)
+        assert "rows alone" in stats.read_reason and why in stats.read_reason
+
+    play(story, Other())
+
+
+def test_a_cancelled_answer_frees_its_reader(runners: list[Runner]) -> None:
+    async def story(target: Runner, sources: Any, _: Any) -> None:
+        wire = wire_of("target", [reader(sources[0])], 0, [*PROMPT, *words(CHUNK * 12, 4)])
+        events = target.service.Generate(wire, ANY)
+        async for event in events:
+            if event.prefill.done > CHUNK * 2:
+                break
+        await events.aclose()  # pyright: ignore[reportAttributeAccessIssue]
+        await until_free(target)
+        await until_free(runners[0])
+
+    play(story, runners[0].reading)
+
+
+def _begin(**fields: Any) -> pb.ReadRequest:
+    good: dict[str, Any] = {
+        "placement": "reader", "key": KEY, "request": "r", "attempt": 1,
+        "first_layer": 2, "end_layer": 4, "tokens": PROMPT,
+    }  # fmt: skip
+    return pb.ReadRequest(begin=pb.ReadBegin(**(good | fields)))
+
+
+FRAME = pb.Frame(placement="reader", request="r", attempt=1)
+HIDDEN = pb.Hidden(
+    stage=1, rows=CHUNK, dtype=pb.DTYPE_FLOAT32, shape=[1, CHUNK, 64], data=bytes(CHUNK * 256),
+    tokens=PROMPT[:CHUNK], reply=pb.REPLY_COMPUTED,
+    members=[pb.Member(request="r", attempt=1)],
+)  # fmt: skip
+
+
+def _frame(frame: dict[str, Any] | None = None, **fields: Any) -> pb.ReadRequest:
+    changed, hidden = pb.Frame(), pb.Hidden()
+    changed.CopyFrom(FRAME)
+    hidden.CopyFrom(HIDDEN)
+    for name, value in fields.items():
+        if isinstance(value, list):
+            hidden.ClearField(name)  # pyright: ignore[reportArgumentType]
+            getattr(hidden, name).extend(value)
+        else:
+            setattr(hidden, name, value)
+    changed.hidden.CopyFrom(hidden)
+    for name, value in (frame or {}).items():
+        setattr(changed, name, value)
+    return pb.ReadRequest(frame=changed)
+
+
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        ([], "another placement"),
+        ([_begin(placement="other")], "another placement"),
+        ([_begin(key="other")], "another model"),
+        ([_begin(request="a b")], "name of a request"),
+        ([_begin(attempt=0)], "name of a request"),
+        ([_begin(attempt=2**63)], "attempt is"),
+        ([_begin(first_layer=0)], "upper ones"),
+        ([_begin(first_layer=4)], "upper ones"),
+        ([_begin(end_layer=5)], "upper ones"),
+        ([_begin(tokens=[])], "1 to 4096 ids"),
+        ([_begin(tokens=[4096])], "1 to 4096 ids"),
+        ([_begin(tokens=[5] * 4097)], "1 to 4096 ids"),
+        ([_begin(rows=160), _frame()], "state after the first rows is missing"),
+        ([_begin(rows=160), pb.ReadRequest(prefix=pb.FileChunk(data=b"noise" * 9))], "safetensors"),
+        ([_begin(rows=160), pb.ReadRequest(prefix=pb.FileChunk())], "ends too early"),
+        ([_begin(), _begin()], "a forward has hidden states"),
+        ([_begin(), _frame({"request": "s"})], "another request"),
+        ([_begin(), _frame({"placement": "s"})], "another placement"),
+        ([_begin(), _frame(stage=2)], "hidden.stage"),
+        ([_begin(), _frame(dtype=pb.DTYPE_FLOAT16)], "hidden.dtype"),
+        ([_begin(), _frame(shape=[1, CHUNK, 63])], "hidden.shape"),
+        ([_begin(), _frame(tokens=PROMPT[1 : CHUNK + 1])], "not the prompt's"),
+        ([_begin(), _frame(), _frame()], "no forward after"),
+        ([_begin(), _frame(members=[pb.Member(request="r", attempt=1, position=9)])], "no forward"),
+        ([_begin(), _frame(reply=pb.REPLY_ALL)], "no forward after"),
+    ],
+)  # fmt: skip
+def test_messages_that_are_refused(
+    runners: list[Runner], messages: list[pb.ReadRequest], why: str
+) -> None:
+    async def story(_target: Runner, sources: Any, _: Any) -> None:
+        credentials = channel_credentials(runner_credentials(NODE, CLUSTER))
+        async with connected(sources[0], credentials) as channel:
+            call = peer_pb2_grpc.ReadingStub(channel).Read()
+            for each in messages:
+                await call.write(each)
+            if not messages:
+                await call.done_writing()
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                while isinstance(await call.read(), pb.ReadReply):
+                    pass
+            assert why in (raised.value.details() or ""), raised.value.details()
+        await until_free(runners[0])
+
+    play(story, runners[0].reading)
+
+
+def test_no_more_prompts_than_there_is_room_for(runners: list[Runner]) -> None:
+    async def story(_target: Runner, sources: Any, _: Any) -> None:
+        credentials = channel_credentials(runner_credentials(NODE, CLUSTER))
+        async with connected(sources[0], credentials) as channel:
+            calls = [peer_pb2_grpc.ReadingStub(channel).Read() for _ in range(MOST_READS + 1)]
+            for number, call in enumerate(calls):
+                await call.write(_begin(request=f"r{number}"))
+                if number < MOST_READS:
+                    assert isinstance(await call.read(), pb.ReadReply)  # it lives
+            with pytest.raises(grpc.aio.AioRpcError, match="read for others already"):
+                _ = await calls[-1].read()
+            for call in calls:
+                _ = call.cancel()
+        await until_free(runners[0])
+
+    play(story, runners[0].reading)
