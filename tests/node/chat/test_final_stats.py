@@ -43,6 +43,10 @@ FULL = GenerationStats(
     lookup_accepted_tokens=18,
     lookup_reason="why not",
     loop_reason="a loop of 12",
+    read_by=("mini", "studio"),
+    read_s=1.5,
+    read_bytes=2**33,
+    read_reason="with mini",
 )
 
 
