@@ -28,6 +28,7 @@ export function Stats({ stats, usage, known }) {
         ${usage && html`<${Fact} name="Tokens"
           value=${`${whole(usage.prompt_tokens)} in, ${whole(usage.completion_tokens)} out`} />`}
         ${stats.cached_tokens > 0 && html`<${Fact} name="Cached" value=${cached(stats, usage)} />`}
+        ${stats.read_by?.length > 0 && html`<${Fact} name="Read" value=${stats.read_reason} />`}
         ${stats.placement && html`<${Fact} name="Ran on" value=${where(stats.placement, known)} />`}
         ${stats.placement?.reason && html`<${Fact} name="Why there" value=${stats.placement.reason} />`}
         <${Fact} name="Peak memory" value=${bytes(stats.peak_memory_bytes)} />
