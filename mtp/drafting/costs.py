@@ -5,15 +5,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple
 
-RECENT: Final = 15
-"""Measurements per form, the latest ones; their median is its cost."""
+RECENT: Final = 31
+"""Measurements per form, the latest ones; their median is its cost: of half as many, a stretch in
+which other programs run would be most."""
 ENOUGH: Final = 3
 """Measurements that a form needs."""
 LONGEST_S: Final = 3600.0
 """Longer rounds are not recorded: the process was stopped, or the machine asleep."""
-PACE_ROUNDS: Final = 9
-"""Rounds that show how fast the machine is at present, and measurements that a form needs before
-its rounds do: else the pace would for ever make up for what was wrong with the first few."""
+PACE_ROUNDS: Final = 5
+"""Rounds that show how fast the machine is at present: the fewer, the sooner they follow it."""
+PACE_AFTER: Final = 9
+"""Measurements that a form needs before its rounds do: else the pace would for ever make up for
+what was wrong with the first few."""
 SHORTEST_BUCKET: Final = 512
 
 
@@ -107,7 +110,7 @@ class CostTable:
         size = form.size
         self._spent[size] = self._spent.get(size, 0.0) + seconds
         recent = self._recent.get(form) or deque(maxlen=RECENT)
-        if not is_trial and len(recent) >= PACE_ROUNDS:
+        if not is_trial and len(recent) >= PACE_AFTER:
             paces = self._paces.setdefault(size, deque(maxlen=PACE_ROUNDS))
             paces.append(seconds / self._medians[form])
             if len(paces) >= ENOUGH:

@@ -81,7 +81,7 @@ class Machine:
         emitted, by_depth = 0, [0] * len(self.costs)
         while emitted < tokens:
             k = policy.choose([Offer(demand, demand.most)], 100 + emitted).k
-            accepted, took = self._accepted(k), self.costs[k] * self._random.gauss(1, 0.05)
+            accepted, took = self._accepted(k), self.took(k)
             policy.learn(1, 100 + emitted, k, k, took)
             if k and demand.acceptance is not None:
                 demand.acceptance.add(k, accepted)
@@ -90,11 +90,28 @@ class Machine:
             self.rounds[k] += 1
         return by_depth
 
+    def took(self, k: int) -> float:
+        """Seconds of a round of `k` drafts."""
+        return self.costs[k] * self._random.gauss(1, 0.05)
+
     def _accepted(self, k: int) -> int:
         for position in range(k):
             if self._random.random() >= self.acceptance[position]:
                 return position
         return k
+
+
+class BusyMachine(Machine):
+    """In stretches of a few rounds other programs slow all that it does."""
+
+    stretch, slowdown = 0, 1.0
+
+    def took(self, k: int) -> float:
+        if not self.stretch:
+            self.stretch = self._random.choice((3, 5, 8, 15, 30, 60))
+            self.slowdown = self._random.choice((1, 1, 1, 1.15, 1.3, 1.6, 2.5))
+        self.stretch -= 1
+        return self.slowdown * super().took(k)
 
 
 # Conditional acceptance by position, and costs of rounds in plain steps.
@@ -145,6 +162,19 @@ def test_without_a_card_it_is_within_three_percent_of_the_best_fixed_depth(
                 machine.rounds = [0] * 4
         rates.append(machine.expected_rate())
     assert sum(rates) / len(rates) >= 0.97 * best
+
+
+def test_other_programs_hardly_change_the_depth_that_is_chosen() -> None:
+    """Depths are compared although they were measured in different stretches."""
+    acceptance, table, rates = (0.99, 0.92, 0.87), (1.0, 1.49, 1.9, 2.37), list[float]()
+    best = max(expected_tokens(acceptance, k) / table[k] for k in range(4))
+    for seed in range(48):
+        prior, policy = Prior(), RoundPolicy(CostTable(table))
+        machine = BusyMachine(acceptance, table, seed)
+        for _ in range(60):
+            _ = machine.answer(policy, adaptive(3, 3, prior), 45)
+        rates.append(machine.expected_rate() / best)
+    assert sum(rates) / len(rates) > 0.978, rates
 
 
 def test_the_text_says_which_depth_is_chosen_and_what_the_others_promise() -> None:
@@ -199,11 +229,15 @@ def test_a_trial_ends_after_rounds_of_its_own_depth_only() -> None:
 
 
 def test_a_parked_drafter_returns_when_the_text_becomes_predictable() -> None:
-    policy, demand = RoundPolicy(CostTable(M5_MOE)), adaptive(2, 2)
-    parked = Machine(UNPREDICTABLE, M5_MOE, 0).answer(policy, demand, 1000)
-    assert parked[0] > 0.8 * sum(parked)  # a first draft loses 3 % there
-    by_depth = Machine((0.95, 0.95), M5_MOE[:3], 1).answer(policy, demand, 1000)
-    assert by_depth[2] > by_depth[0]
+    parked, by_depth = [0] * 4, [0] * 3
+    for seed in range(12):
+        policy, demand = RoundPolicy(CostTable(M5_MOE)), adaptive(2, 2)
+        counted = Machine(UNPREDICTABLE, M5_MOE, seed).answer(policy, demand, 1000)
+        parked = [a + b for a, b in zip(parked, counted, strict=True)]
+        counted = Machine((0.95, 0.95), M5_MOE[:3], seed).answer(policy, demand, 1000)
+        by_depth = [a + b for a, b in zip(by_depth, counted, strict=True)]
+    assert parked[0] > 0.75 * sum(parked)  # a first draft loses 3 % there
+    assert by_depth[2] > 0.6 * sum(by_depth)
 
 
 def test_until_anything_is_known_it_drafts_the_default() -> None:
