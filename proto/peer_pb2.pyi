@@ -2465,6 +2465,7 @@ class Frame(_message.Message):
     RENEW_FIELD_NUMBER: _builtins.int
     COMPUTED_FIELD_NUMBER: _builtins.int
     PREFIX_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     request: _builtins.str
     """of several that share a forward the first"""
@@ -2482,6 +2483,8 @@ class Frame(_message.Message):
     def computed(self) -> Global___Computed: ...
     @_builtins.property
     def prefix(self) -> Global___PrefixQuery: ...
+    @_builtins.property
+    def copies(self) -> Global___CopyQuery: ...
     def __init__(
         self,
         *,
@@ -2494,12 +2497,13 @@ class Frame(_message.Message):
         renew: Global___Renew | None = ...,
         computed: Global___Computed | None = ...,
         prefix: Global___PrefixQuery | None = ...,
+        copies: Global___CopyQuery | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["computed", b"computed", "failure", b"failure", "hidden", b"hidden", "kind", b"kind", "prefix", b"prefix", "release", b"release", "renew", b"renew"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["computed", b"computed", "copies", b"copies", "failure", b"failure", "hidden", b"hidden", "kind", b"kind", "prefix", b"prefix", "release", b"release", "renew", b"renew"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "computed", b"computed", "failure", b"failure", "hidden", b"hidden", "kind", b"kind", "placement", b"placement", "prefix", b"prefix", "release", b"release", "renew", b"renew", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "computed", b"computed", "copies", b"copies", "failure", b"failure", "hidden", b"hidden", "kind", b"kind", "placement", b"placement", "prefix", b"prefix", "release", b"release", "renew", b"renew", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hidden", "release", "failure", "renew", "computed", "prefix"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hidden", "release", "failure", "renew", "computed", "prefix", "copies"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -2515,12 +2519,15 @@ class Member(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
     DELTA_FIELD_NUMBER: _builtins.int
+    KEPT_ROWS_FIELD_NUMBER: _builtins.int
     request: _builtins.str
     attempt: _builtins.int
     position: _builtins.int
     """its committed rows before this block"""
     delta: _builtins.int
     """of positions behind its images; see `mtp/placed_rope.py`"""
+    kept_rows: _builtins.int
+    """of its last round, if that copied drafts: the others are taken back"""
     def __init__(
         self,
         *,
@@ -2528,12 +2535,15 @@ class Member(_message.Message):
         attempt: _builtins.int = ...,
         position: _builtins.int = ...,
         delta: _builtins.int = ...,
+        kept_rows: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_kept_rows", b"_kept_rows", "kept_rows", b"kept_rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "delta", b"delta", "position", b"position", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kept_rows", b"_kept_rows", "attempt", b"attempt", "delta", b"delta", "kept_rows", b"kept_rows", "position", b"position", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__kept_rows: _TypeAlias = _typing.Literal["kept_rows"]  # noqa: Y015
+    _WhichOneofArgType__kept_rows: _TypeAlias = _typing.Literal["_kept_rows", b"_kept_rows"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kept_rows) -> _WhichOneofReturnType__kept_rows | None: ...
 
 Global___Member: _TypeAlias = Member  # noqa: Y015
 
@@ -2733,6 +2743,48 @@ class PrefixQuery(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefixQuery: _TypeAlias = PrefixQuery  # noqa: Y015
+
+@_typing.final
+class CopyQuery(_message.Message):
+    """Which copies the rounds of a request may verify: each stage passes on those of `lengths` that it
+    measured to be exact, with its seconds added; the last one sends them to the generator.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LENGTHS_FIELD_NUMBER: _builtins.int
+    VERIFY_S_FIELD_NUMBER: _builtins.int
+    REMOVAL_S_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """why no length is left, for a person"""
+    @_builtins.property
+    def lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """copied tokens of a round, ascending"""
+
+    @_builtins.property
+    def verify_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """seconds of a plain row, then of a round of each length"""
+
+    @_builtins.property
+    def removal_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """seconds of taking rows of each length back"""
+
+    def __init__(
+        self,
+        *,
+        lengths: _abc.Iterable[_builtins.int] | None = ...,
+        verify_s: _abc.Iterable[_builtins.float] | None = ...,
+        removal_s: _abc.Iterable[_builtins.float] | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lengths", b"lengths", "reason", b"reason", "removal_s", b"removal_s", "verify_s", b"verify_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CopyQuery: _TypeAlias = CopyQuery  # noqa: Y015
 
 @_typing.final
 class Failure(_message.Message):

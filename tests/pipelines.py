@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from engines import CHUNK, DEMO, STORY, answer, load_quietly, request, spec
+from forced_copies import EqualCosts, FixedLength, force
 from shims import Key as Numbers
 from shims import perturb
 from small import LAYERS, small_checkpoint
@@ -29,8 +30,9 @@ from exo_node.shard.engine.prefixes.store import PrefixStore
 from exo_node.shard.engine.stage import StageOutput, StageWorker
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_limits import StageLimits
+from exo_node.shard.pipeline.copy_query import ExactCopies
 from exo_node.shard.pipeline.frames import Assembler, HiddenBlock, check_envelope, cut
-from exo_node.shard.pipeline.link import Key, Trip
+from exo_node.shard.pipeline.link import COPY_QUERY, Key, Trip
 
 TWO, THREE = (0, 2, LAYERS), (0, 1, 3, LAYERS)
 PROMPT: list[int] = STORY["prompt_ids"]
@@ -43,7 +45,7 @@ class Message:
     """A message in flight, and whether the stages have computed it."""
 
     kind: str
-    """question, chunk, log, round, or release."""
+    """question, copies, chunk, log, round, or release."""
     keys: frozenset[Key]
     work: Callable[[], Trip | None]
     trip: Trip | None = None
@@ -69,6 +71,8 @@ class Link:
         self.in_flight: list[Message] = []
         self.sent: list[HiddenBlock] = []
         """The blocks so far, without their data."""
+        self.older: set[int] = set()
+        """Stages of a version that knows no query for copies: it reads a frame of no kind."""
         self._workers = workers
         self._limits = limits
         self._observe = observe
@@ -94,6 +98,11 @@ class Link:
     ) -> Trip:
         work = functools.partial(self._common_prefixes, key, ids, schedule, ends)
         return self._set_out(Message("question", frozenset([key]), work, Trip((key,))))
+
+    def ask_copies(self, key: Key, copies: ExactCopies) -> Trip:
+        work = functools.partial(self._common_copies, key, copies)
+        trip = Trip((key,), COPY_QUERY)
+        return self._set_out(Message("copies", frozenset([key]), work, trip))
 
     def release(self, key: Key) -> None:
         """Trips of this request alone are back at once, as in `Ring`; the stages follow later."""
@@ -131,6 +140,7 @@ class Link:
         assert message.result is not None
         message.trip.block = message.result.block
         message.trip.prefix_rows = message.result.prefix_rows
+        message.trip.copies = message.result.copies
         for key, fault in message.result.faults.items():
             _ = message.trip.fail(key, fault)
         message.trip.is_back = True
@@ -188,6 +198,21 @@ class Link:
             common = worker.cached_ends(key, query.tokens, query.schedule, query.held)
         return Trip((key,), prefix_rows=common)
 
+    def _common_copies(self, key: Key, copies: ExactCopies) -> Trip:
+        trip = Trip((key,))
+        try:
+            for worker, limits in zip(self._workers, self._limits, strict=True):
+                frame = pb.Frame(placement=limits.placement, request=key[0], attempt=key[1])
+                if limits.stage not in self.older:
+                    frame.copies.CopyFrom(copies.to_wire())
+                check_envelope(frame, limits)
+                self._observe(frame)
+                copies = worker.agree_on_copies(key, ExactCopies.from_wire(frame.copies))
+        except ExoNodeError as fault:
+            _ = trip.fail(key, fault)
+        trip.copies = copies
+        return trip
+
     def _release(self, key: Key) -> None:
         for worker in self._workers:
             worker.release(key)
@@ -240,6 +265,17 @@ class Pipeline:
         self.link = Link(self.workers, [x.expected for x in parts[1:]], observe)
         self.engine = self._engine()
 
+    def copy(self, length: int) -> "Pipeline":
+        """Answers copy that many tokens wherever their last ones occurred before, whatever was
+        measured."""
+        force(self.engine.lookup, FixedLength(length))
+        self.engine.lookup.exact = exact = ExactCopies([length], [1.0, 1.0], [0.0])
+        executor: Any = self.engine._engine.executor  # pyright: ignore[reportPrivateUsage]
+        executor._copies._costs = EqualCosts()
+        for worker in self.workers:
+            worker.copies.exact = exact
+        return self
+
     def replace(self, number: int) -> None:
         """Replaces a stage by a runner without the stage's requests."""
         if number:
@@ -290,6 +326,7 @@ class Pipeline:
             "in flight": list(engine._in_flight),
             "prefill": engine._prefill_forward,
             "borders": executor._borders,
+            "copies": {**executor._copies._policies, **executor._kept_rows},
             "generator": _held_by(executor.rounds),
             "bytes": self.engine.cache_bytes(),
             "messages": self.link.in_flight,

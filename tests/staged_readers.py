@@ -6,16 +6,18 @@ recorded one gave would show, and one that others share would not.
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from engines import Answer, answer, engine_of, load_quietly, request
-from pipelines import TWO, Pipeline, small_pipeline
+from pipelines import TWO, Message, Pipeline, small_pipeline
 from readers import Reader, prompt
 from shims import by_own_rows, perturb
 from small import small_spec
 
 from exo_node.mtp.types import Sampling
+from exo_node.placement.errors import ExoNodeError
 from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.request import Parameters
 
@@ -23,6 +25,8 @@ CHUNK = 8
 """Rows of a forward over a prompt."""
 SIZE = 0.1
 """Size of the perturbation."""
+LONG = prompt(5, 3 * CHUNK + 5)
+"""A prompt of four chunks."""
 
 
 def staged(bounds: Sequence[int] = TWO, *, room: int = 0, **changes: Any) -> Pipeline:
@@ -81,3 +85,85 @@ def few_tokens(count: int) -> list[Reader]:
 
 def lost_of(readers: Sequence[Reader]) -> list[Reader]:
     return [reader for reader in readers if reader.fault is not None]
+
+
+class Scene:
+    """Readers of one engine, whose trips are held back."""
+
+    def __init__(
+        self, bounds: Sequence[int] = TWO, room: int = 0, pipeline: Pipeline | None = None
+    ) -> None:
+        self.pipeline = pipeline or staged(bounds, room=room)
+        self.link = self.pipeline.link
+        self.link.holds = True
+        self._running: dict[int, tuple[Reader, Generator[Any]]] = {}
+
+    @property
+    def live(self) -> list[Reader]:
+        """Readers whose answers have not ended."""
+        return [reader for reader, _ in self._running.values()]
+
+    def ask(self, engine_request: Parameters) -> Reader:
+        reader = Reader(engine_request)
+        self._running[id(reader)] = reader, self.pipeline.engine.generate(engine_request)
+        return reader
+
+    def settle(self) -> None:
+        """All take what there is, until there is nothing to do but to wait."""
+        for reader, events in list(self._running.values()):
+            try:
+                for event in events:
+                    if event is None:
+                        break
+                    reader.take(event)
+                else:
+                    del self._running[id(reader)]
+            except ExoNodeError as fault:
+                reader.fault = fault
+                del self._running[id(reader)]
+
+    def cancel(self, reader: Reader) -> None:
+        _, events = self._running.pop(id(reader))
+        events.close()
+
+    def bring(self, message: Message) -> None:
+        self.link.bring(message)
+        self.settle()
+
+    def until(self, sought: Callable[[Message], bool]) -> Message:
+        """Such a message is in flight, and what was before it is back."""
+        for _ in range(1000):
+            self.settle()
+            able = self.link.able()
+            if matches := [message for message in able if sought(message)]:
+                return matches[0]
+            self.link.bring(able[0])
+        raise AssertionError("none sets out")
+
+    def finish(self) -> None:
+        """All that go on come to their end."""
+        self.settle()
+        for _ in range(5000):
+            if not self.live:
+                self.link.flush()
+                return
+            self.bring(self.link.able()[0])
+        raise AssertionError("they do not end")
+
+    def answered(self, engine_request: Parameters) -> Reader:
+        """One that ended, and was told what it is told alone."""
+        reader = self.ask(engine_request)
+        self.finish()
+        assert reader.fault is None and tokens_of(reader) == alone(engine_request)
+        return reader
+
+    def of_kind(self, kind: str) -> Reader:
+        """A request that will have such a trip."""
+        engine_request = asks(LONG, 12)
+        if kind == "question":
+            _ = self.answered(asks(LONG, 4))
+        if kind == "log":
+            rounds = self.answered(engine_request).rounds
+            engine_request = replace(engine_request, attempt=2, replay=tuple(rounds[:8]))
+        assert not self.pipeline.leftovers
+        return self.ask(engine_request)

@@ -14,11 +14,15 @@ pipeline_executor.py: carries out steps over several nodes
 prefill_forward.py: a forward over prompts, some layers at a time
 prompt_images.py: the images of one request's prompt
 prompt_readings.py: the prompts that readers help to read
+remote_work.py: work in flight on other stages
 request.py: a request: what it asks, and its progress
 round_forms.py: how rounds are computed: rows of a forward, and early issue
 round_plan.py: the drafts of a batch's next round, and whose they are
 scheduler.py: decides which requests run next, and keeps prompts and answers even
+split_copies.py: copied drafts over several nodes: which stages verify them, and when they pay
 stage.py: a stage after the first one: blocks, requests, leases
+stage_copies.py: which copies a stage computes exactly
+stage_request.py: a request on a later stage
 stage_rounds.py: forwards of one stage's layers
 step_outcome.py: the outcome of a piece of work for a request
 step_times.py: the median plain step of the last answer

@@ -253,7 +253,7 @@ class Batch:
         logits, hidden = self._target.forward_batch(rows, self._caches)
         verdict = verdict_of(self.requests, logits, drafts, limits, starts)
         flight = IssuedRound(
-            self.requests, self, plan, limits, verdict, hidden, may_be_followed=not k or on_device
+            self.requests, plan, limits, verdict, self, hidden, may_be_followed=not k or on_device
         )
         if k == 0:  # each request keeps its one row
             self._commit_unread(verdict.tokens, [1] * len(self.requests), hidden, verdict.tokens)

@@ -1,4 +1,4 @@
-"""A round in flight on this node's device, and its outcome when it is read."""
+"""A round in flight, and its outcome when it is read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,23 +19,29 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class IssuedRound(Flight):
+class JudgedRound(Flight):
+    """A round whose logits are judged."""
+
+    plan: RoundPlan
+    drafted: Sequence[int]
+    """Number of drafts of each request."""
+    verdict: BatchVerdict
+
+    @property
+    def width(self) -> int:
+        """Rows of each request in the forward."""
+        return self.verdict.tokens.shape[1]
+
+
+@dataclass(slots=True, eq=False)
+class IssuedRound(JudgedRound):
     """A round in flight on this node's device.
 
     It `may_be_followed` if caches and drafter have the accepted rows already.
     """
 
     batch: "Batch"
-    plan: RoundPlan
-    drafted: Sequence[int]
-    """Number of drafts of each request."""
-    verdict: BatchVerdict
     hidden: mx.array | None = None
-
-    @property
-    def width(self) -> int:
-        """Rows of each request in the forward."""
-        return self.verdict.tokens.shape[1]
 
 
 def kept_rows_of(outcome: StepOutcome, accepted: int) -> int:
@@ -44,7 +50,7 @@ def kept_rows_of(outcome: StepOutcome, accepted: int) -> int:
 
 
 def outcome_of(
-    flight: IssuedRound, index: int, accepted: int, ids: list[int], sound: bool
+    flight: JudgedRound, index: int, accepted: int, ids: list[int], sound: bool
 ) -> StepOutcome:
     """The outcome of a round that is read, for one of its requests.
 
@@ -76,7 +82,7 @@ def outcome_of(
     return outcome
 
 
-def _not_finite(flight: IssuedRound, request: Request, position: int) -> StepOutcome:
+def _not_finite(flight: JudgedRound, request: Request, position: int) -> StepOutcome:
     """The outcome if logits are not finite, which the target or a draft's row may have caused.
 
     Masked attention multiplies the rows of later drafts by 0, and 0 times NaN is NaN.

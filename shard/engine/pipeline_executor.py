@@ -3,14 +3,14 @@
 Each piece of work is computed by this stage's layers, sent through the others, and read when the
 last stage has answered. The last token's row is written by the next forward, which carries its id,
 so a group's next round is sent once the last one is back; other groups and chunks of prompts are
-sent in between. Nothing is drafted.
+sent in between. The model's head drafts nothing here. An answer that is alone may copy drafts from
+its own tokens; the next block says how many rows of that round stay, and each stage takes the
+others back.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Literal
 
 import mlx.core as mx
 
@@ -23,48 +23,23 @@ from ...placement.errors import ExoNodeError, InvalidFrame, NumericError
 from ...proto import peer_pb2 as pb
 from ..model.stage_model import StageModel
 from ..model.tensors import DTYPES, ITEM_BYTES, from_bytes, require_finite, to_bytes
+from ..pipeline.copy_query import ExactCopies
 from ..pipeline.frames import BlockMember, HiddenBlock, Replayed
 from ..pipeline.link import StageLink, Trip
 from .executor import REPORT_EVERY
+from .issued_round import JudgedRound, kept_rows_of, outcome_of
 from .options import EngineOptions
 from .prefill_forward import PrefillForward
 from .prefixes.borders import Borders
 from .prefixes.memory import is_worth_caching
 from .prefixes.store import PrefixStore
+from .remote_work import RemoteWork
 from .request import Request
 from .scheduler import Decode, Flight, Prefill
+from .split_copies import SplitCopies
 from .stage_rounds import StageRounds, replay_forwards
 from .states.state import State
 from .step_outcome import StepOutcome, count_replayed, count_round, verdict_of
-
-
-@dataclass(slots=True, eq=False)
-class RemoteWork(Flight):
-    """Work in flight on the other stages."""
-
-    kind: Literal["prefix_query", "chunk", "last_chunk", "log", "round"]
-    """`last_chunk`: its last row gives the first token. `log`: rounds that are repeated."""
-    trip: Trip
-    own_faults: Mapping[Request, ExoNodeError] = field(default_factory=dict[Request, ExoNodeError])
-    """Errors of requests on this stage; the rows of the other requests are sent nevertheless."""
-
-    @property
-    def is_away(self) -> bool:
-        return True
-
-    @property
-    def is_back(self) -> bool:
-        return self.trip.is_back
-
-    @property
-    def faults(self) -> Mapping[Request, ExoNodeError]:
-        """Errors by request, once it is back; this stage's own take precedence."""
-        remote = {r: self.trip.faults[r.key] for r in self.requests if r.key in self.trip.faults}
-        return remote | dict(self.own_faults)
-
-    @property
-    def is_chunk(self) -> bool:
-        return self.kind in ("chunk", "last_chunk", "log")
 
 
 class StageTarget:
@@ -100,8 +75,10 @@ class PipelineExecutor:
         prefixes: PrefixStore,
         turn_ends: frozenset[int],
         clock: Callable[[], float],
+        copies: Callable[[], ExactCopies] = ExactCopies,
     ) -> None:
-        """`prefixes`: this stage's prefix cache. `turn_ends`: the tokens that end a turn."""
+        """`prefixes`: this stage's prefix cache. `turn_ends`: the tokens that end a turn. `copies`:
+        those that this stage computes exactly, by what is measured now."""
         self._model = model
         self._link = link
         self._dtype = options.dtype
@@ -117,6 +94,9 @@ class PipelineExecutor:
         self.step_times = self.rounds.step_times
         self._states = self.rounds.groups.single
         self._borders: dict[Request, Borders] = {}
+        self._copies = SplitCopies(copies)
+        self._kept_rows: dict[Request, int] = {}
+        """Rows of a request's last round that stay, if it copied; its next block says so."""
 
     def begin(self, request: Request) -> RemoteWork | None:
         """Gives a request its caches; queries the other stages if a prefix is cached here."""
@@ -213,10 +193,33 @@ class PipelineExecutor:
         return reason, RemoteWork((request,), "log", trip, may_be_followed=may_be_followed)
 
     def issue(self, step: Decode, running: int) -> RemoteWork:
-        """Computes a row of each request here, and sends the rows to the next stage."""
-        requests = step.requests
-        tokens = [request.token for request in requests]
-        data = self.rounds.row(requests, tokens, None, [r.delta for r in requests])
+        """Computes the rows of a round here, and sends them to the next stage; or asks the other
+        stages first which copies they compute exactly."""
+        requests, issued_at, is_alone = step.requests, self._clock(), running == 1
+        if is_alone and self._copies.should_ask(requests[0]):
+            trip = self._link.ask_copies(requests[0].key, self._copies.own())
+            return RemoteWork(requests, "copy_query", trip, issued_at=issued_at)
+        plan = self._copies.plan(requests, is_alone=is_alone)
+        ids, faults = [request.token for request in requests], dict[Request, ExoNodeError]()
+        if plan.width:
+            ids += plan.copies[0]
+            data = self.rounds.block(requests[0], ids, None, requests[0].delta)
+        else:
+            data = self.rounds.row(requests, ids, None, [r.delta for r in requests])
+            faults = self._faults(requests, data)
+        trip = self._send(requests, requests[0].rows, plan.width + 1, ids, data, pb.REPLY_ALL)
+        drafts = plan.drafts(requests, None)  # while other stages compute, as is what follows
+        self._copies.learn()
+        for request in requests:
+            request.pending_tokens = plan.width + 1
+            if request.drafts.lookup is not None:
+                _ = request.drafts.lookup.read()
+        return RemoteWork(
+            requests, "round", trip, plan, drafts, issued_at if is_alone else 0.0, faults
+        )
+
+    def _faults(self, requests: Sequence[Request], data: bytes) -> dict[Request, ExoNodeError]:
+        """The requests whose row of a round is not finite on this stage, and their errors."""
         size, faults = len(data) // len(requests), dict[Request, ExoNodeError]()
         for index, request in enumerate(requests):
             try:
@@ -224,15 +227,14 @@ class PipelineExecutor:
                 self._require_finite(own, request.rows, 1)
             except NumericError as fault:  # of this request alone
                 faults[request] = fault
-        trip = self._send(requests, requests[0].rows, 1, tokens, data, pb.REPLY_ALL)
-        for request in requests:
-            request.pending_tokens = 1
-        return RemoteWork(requests, "round", trip, own_faults=faults)
+        return faults
 
     def land(self, flight: Flight, running: int) -> list[StepOutcome]:
         """Reads work that the other stages have answered."""
         assert isinstance(flight, RemoteWork)
         live = [request for request in flight.requests if request.phase != "finished"]
+        if flight.kind == "copy_query":
+            return [outcome for request in live for outcome in self._agree(flight, request)]
         faults = flight.faults
         outcomes = [
             StepOutcome(request, fault=faults[request]) for request in live if request in faults
@@ -240,8 +242,10 @@ class PipelineExecutor:
         sound = [request for request in live if request not in faults]
         if flight.kind == "prefix_query":
             return outcomes + [self._begin_behind(r, flight.trip.prefix_rows) for r in sound]
-        if flight.kind in ("round", "last_chunk") and sound:
-            return outcomes + self._read_tokens(flight, sound)
+        if flight.kind == "last_chunk" and sound:
+            return outcomes + self._first_token(flight, sound[0])
+        if flight.kind == "round" and sound:
+            return outcomes + self._read_round(flight, sound, running)
         for request in sound:
             if request.phase == "replay" and request.replay.is_done:
                 request.phase = "decode"
@@ -252,6 +256,8 @@ class PipelineExecutor:
         if request not in self._borders:
             return
         self.rounds.release(request)
+        self._copies.release(request)
+        _ = self._kept_rows.pop(request, None)
         del self._borders[request]
         self._link.release(request.key)
 
@@ -277,49 +283,65 @@ class PipelineExecutor:
             return pb.BORDER_UNSPECIFIED
         return self._borders[request].at(state.rows, partial(is_worth_caching, state.caches))
 
-    def _read_tokens(self, flight: RemoteWork, sound: Sequence[Request]) -> list[StepOutcome]:
-        """Samples and reads the tokens of a round or of prompts' ends, in one synchronisation."""
-        back, requests = flight.trip.block, flight.requests
-        if back is None or back.rows != 1 or len(back.members) != len(requests):
+    def _agree(self, flight: RemoteWork, request: Request) -> list[StepOutcome]:
+        seconds = self._clock() - flight.issued_at
+        fault = self._copies.agree(request, flight.trip, seconds)
+        return [] if fault is None else [StepOutcome(request, fault=fault)]
+
+    def _first_token(self, flight: RemoteWork, request: Request) -> list[StepOutcome]:
+        """Samples and reads the token after a prompt."""
+        end, begin = request.rows, max((end for end in request.ends[:-1]), default=0)
+        verdict = verdict_of([request], self._logits(flight, 1), None, [0], [end - 1])
+        ((_, ids, _),) = verdict.read()
+        request.phase = "decode"
+        if NO_TOKEN in ids:
+            return [StepOutcome(request, fault=NotFinite(end))]
+        request.sampler.commit(verdict.tokens[0])
+        return [count_round(request, verdict, 0, ids, Forward(begin, end - begin))]
+
+    def _read_round(
+        self, flight: RemoteWork, sound: Sequence[Request], running: int
+    ) -> list[StepOutcome]:
+        """Samples and reads the tokens of a round, in one synchronisation."""
+        requests, plan = flight.requests, flight.plan
+        assert plan is not None
+        logits, limits = self._logits(flight, plan.width + 1), plan.limits(requests)
+        starts = [request.rows for request in requests]
+        verdict = verdict_of(requests, logits, flight.drafts, limits, starts)
+        judged, outcomes = JudgedRound(requests, plan, limits, verdict), list[StepOutcome]()
+        for index, (request, read) in enumerate(zip(requests, verdict.read(), strict=True)):
+            if request not in sound:
+                continue
+            outcome = outcome_of(judged, index, *read)
+            kept_rows = kept_rows_of(outcome, read[0])
+            outcomes.append(outcome)
+            if kept_rows:
+                request.sampler.commit(verdict.tokens[index, :kept_rows])
+            if plan.width:
+                self.rounds.keep(request, plan.width + 1, kept_rows)
+                self._kept_rows[request] = kept_rows
+        if flight.issued_at and running == 1:
+            seconds = self._clock() - flight.issued_at
+            self._copies.timed(requests[0], starts[0], plan.width, seconds)
+        return outcomes
+
+    def _logits(self, flight: RemoteWork, rows: int) -> mx.array:
+        """The logits (requests, rows, V) of what came back. Raises InvalidFrame."""
+        back, size = flight.trip.block, len(flight.requests)
+        if back is None or back.rows != rows or len(back.members) != size:
             raise InvalidFrame(
                 f"{0 if back is None else back.rows} rows of each of "
-                f"{0 if back is None else len(back.members)} requests came back where 1 of each of "
-                f"{len(requests)} were asked for",
+                f"{0 if back is None else len(back.members)} requests came back where {rows} of "
+                f"each of {size} were asked for",
                 param="hidden.rows",
             )
         if back.near_tie:
             self.rounds.is_same = False
-        if len(requests) > 1:
+        if size > 1:
             self.batch_identity = "bitwise" if self.rounds.is_same else "near_tie"
-        width = len(back.data) // len(requests) // ITEM_BYTES[self._dtype]
-        hidden = from_bytes(back.data, self._dtype, (len(requests), 1, width))
-        ids = mx.array([[token] for token in back.tokens], dtype=mx.int32)
-        is_round = flight.kind == "round"
-        starts = [r.rows - (0 if is_round else 1) for r in requests]
-        verdict = verdict_of(
-            requests, self._model.logits(ids, hidden), None, [0] * len(ids), starts
-        )
-        outcomes = list[StepOutcome]()
-        for index, (request, (_, ids_of_row, _)) in enumerate(
-            zip(requests, verdict.read(), strict=True)
-        ):
-            if request not in sound:
-                continue
-            begin = request.rows if is_round else self._last_begin(request)
-            request.rows += is_round
-            request.pending_tokens = 0
-            request.phase = "decode"
-            if NO_TOKEN in ids_of_row:
-                outcomes.append(StepOutcome(request, fault=NotFinite(request.rows)))
-                continue
-            request.sampler.commit(verdict.tokens[index])
-            forward = Forward(begin, request.rows - begin, len(requests))
-            outcomes.append(count_round(request, verdict, index, ids_of_row, forward))
-        return outcomes
-
-    def _last_begin(self, request: Request) -> int:
-        """The first row of the prompt's last chunk."""
-        return max((end for end in request.ends[:-1]), default=0)
+        width = len(back.data) // (size * rows) // ITEM_BYTES[self._dtype]
+        hidden = from_bytes(back.data, self._dtype, (size, rows, width))
+        return self._model.logits(mx.array(back.tokens).reshape(size, rows), hidden)
 
     def _require_finite(self, data: bytes, position: int, rows: int) -> None:
         stage = f"stage 0 ({layer_range(0, self._model.end)})"
@@ -337,13 +359,17 @@ class PipelineExecutor:
         replayed: Sequence[Replayed] = (),
         border: "pb.Border.ValueType" = pb.BORDER_UNSPECIFIED,
     ) -> Trip:
-        members = [BlockMember(*request.key, request.rows, request.delta) for request in requests]
+        kept_rows = [self._kept_rows.pop(request, None) for request in requests]
+        members = [
+            BlockMember(*request.key, request.rows, request.delta, kept)
+            for request, kept in zip(requests, kept_rows, strict=True)
+        ]
         places: tuple[int, ...] = ()
         if len(members) == 1:
             (request,), delta = requests, requests[0].delta
             if request.images is not None and position < len(request.prompt):
                 delta, places = request.images.placing(position, position + rows)
-            members = [BlockMember(*request.key, position, delta)]
+            members = [BlockMember(*request.key, position, delta, kept_rows[0])]
         return self._link.send(
             HiddenBlock(
                 members=tuple(members),

@@ -125,6 +125,8 @@ class DraftProgress:
     """Its last round; None before the first."""
     parked_at: int | None = None
     """The position at which drafting ended because the drafter's logits were not finite."""
+    lookup_reason: str = ""
+    """Why it copies nothing, if another stage of a split model said so."""
 
 
 @dataclass(slots=True, eq=False)

@@ -5,21 +5,23 @@ It knows neither gRPC nor threads; every method runs on the compute thread.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Final, NamedTuple
 
 import mlx.core as mx
 
 from ...mtp.caches.rollback import cache_arrays
+from ...mtp.pieces import Pieces
 from ...mtp.seams import FORWARD_FAULTS
 from ...mtp.types import CacheTier
 from ...placement.cluster import layer_range
-from ...placement.errors import ExoNodeError, InvalidFrame, NumericError, PeerLost, StateLost
+from ...placement.errors import ExoNodeError, NumericError, PeerLost, StateLost
 from ...proto import peer_pb2 as pb
 from ..model.stage_limits import StageLimits
 from ..model.stage_model import StageModel
 from ..model.tensors import DTYPES, ITEM_BYTES, from_bytes, require_finite, to_bytes
+from ..pipeline.copy_query import ExactCopies
 from ..pipeline.frames import BlockMember, HiddenBlock
 from ..pipeline.link import Key
 from ..pipeline.seen_attempts import SeenAttempts
@@ -29,6 +31,8 @@ from .measuring import Measuring
 from .prefixes.borders import PrefillLog
 from .prefixes.prompt_path import PromptPath
 from .prefixes.store import PrefixStore
+from .stage_copies import StageCopies
+from .stage_request import StageRequest
 from .stage_rounds import StageRounds, replay_forwards
 from .states.state import State
 from .step_outcome import SHARED
@@ -39,24 +43,6 @@ log = logging.getLogger(__name__)
 MAKE_ROOM_EVERY: Final = 64
 """Rows of an answer after which the prefix cache makes room: a divisor of the steps by which caches
 grow."""
-
-
-@dataclass(slots=True, eq=False)
-class StageRequest:
-    """One request on this stage."""
-
-    key: Key
-    used_at: float
-    """The time at which a frame of it was last computed."""
-    rows: int = 0
-    """Committed rows."""
-    shares: bool = True
-    """Whether its rounds may share forwards: what is measured later changes none of its tokens."""
-    has_ended: bool = False
-    prefill_log: PrefillLog = field(default_factory=PrefillLog)
-    """The forwards over its prompt so far."""
-    queried_prefix: PromptPath = field(default_factory=lambda: PromptPath((), ()))
-    """The prefix that the first stage asked for, and may begin after."""
 
 
 class StageOutput(NamedTuple):
@@ -79,8 +65,10 @@ class StageWorker:
         prefixes: PrefixStore | None = None,
         *,
         keeps_chunk: bool = True,
+        lookup_off_reason: str = "",
     ) -> None:
-        """`prefixes`: this stage's prefix cache, or None. `keeps_chunk`: see `device_lost`."""
+        """`prefixes`: this stage's prefix cache, or None. `keeps_chunk`: see `device_lost`.
+        `lookup_off_reason`: why it verifies no copied drafts; empty if it may."""
         self._keeps_chunk = keeps_chunk
         self._model = model
         self._expected = expected
@@ -89,6 +77,7 @@ class StageWorker:
         self._rounds = StageRounds[StageRequest](
             model, DTYPES[expected.dtype], lambda request: not request.has_ended
         )
+        self.copies = StageCopies(model, expected, lookup_off_reason)
         self._requests: dict[str, StageRequest] = {}
         self._attempts = SeenAttempts(expected.stage)
         self.measurement_attempts = Attempts()
@@ -123,22 +112,24 @@ class StageWorker:
         """See `PrefixDisk.save_next`; does nothing while there is a request."""
         return not self._requests and self._prefixes.save_next()
 
-    def begin_measuring(self) -> Measuring:
-        """Shares no forwards until `step` has measured whether they compute the same bits as those
-        of single requests."""
-        e = self._expected
+    def begin_measuring(self, *, batches: bool = True) -> Measuring:
+        """Shares no forwards and verifies no copies until `step` has measured whether they compute
+        the same bits as single rows of single requests. `batches`: whether forwards are shared."""
         positions = self._model.rope_positions
         self._measuring = Measuring(
-            lambda: self.measurement_attempts.guard(
-                "batches",
-                self._rounds.probe(e.hidden_size, e.vocabulary, e.context_length),
-                self._rounds.refuse_sharing,
-            ),
+            lambda: self._pieces(batches=batches),
             self._clock,
             lambda: positions.set_deltas([0]),
             lambda size: self._prefixes.reserve(size, self.cache_bytes()),
         )
         return self._measuring
+
+    def _pieces(self, *, batches: bool) -> Pieces[None]:
+        e, guard = self._expected, self.measurement_attempts.guard
+        if batches:
+            probe = self._rounds.probe(e.hidden_size, e.vocabulary, e.context_length)
+            yield from guard("batches", probe, self._rounds.refuse_sharing)
+        yield from guard("copies", self.copies.probe(), self.copies.refuse)
 
     def step(self) -> bool:
         """Does a piece of the measurement; returns False if there is none to do now."""
@@ -154,7 +145,7 @@ class StageWorker:
         requests = list[StageRequest]()
         for member in block.members:
             try:
-                requests.append(self._request_of(member))
+                requests.append(self._request_of(member, block))
             except ExoNodeError as fault:
                 lost = StateLost(f"request {member.request}, of the same forward, was refused")
                 faults = [(key, fault if key == member.key else lost) for key in keys]
@@ -172,10 +163,12 @@ class StageWorker:
             log.error("%s", SHARED, exc_info=fault)
             return StageOutput(None, [(request.key, StateLost(SHARED)) for request in lost])
         for request in requests:
-            request.rows += block.kept_rows
+            if not request.open_rows:
+                request.rows += block.kept_rows
             request.used_at = self._clock()  # only now: it may take longer than a lease
         self._keep_prefix(block, requests)
-        faults = self._not_finite(block, data)
+        # Those of a round that copied may come of a draft that is rejected: the first stage sees.
+        faults = [] if requests[0].open_rows else self._not_finite(block, data)
         if faults and len(keys) == 1:
             return StageOutput(None, faults)
         near_tie = len(keys) > 1 and not self._rounds.is_same and self._shares(requests)
@@ -186,22 +179,27 @@ class StageWorker:
         shares = all(request.shares for request in requests)
         return self._rounds.computes_together(requests, shares=shares)
 
-    def _request_of(self, member: BlockMember) -> StageRequest:
+    def _request_of(self, member: BlockMember, block: HiddenBlock) -> StageRequest:
         """The request of a member, ready to append rows.
 
-        Raises InvalidFrame for an old attempt or a position that does not match the state, and
+        Raises InvalidFrame for an old attempt, or where a block does not match the state, and
         StateLost if it begins after a prefix that is no longer cached.
         """
         request = self._request(member.key, opens=member.position == 0)
         if member.position > request.rows == 0 and request.queried_prefix.ids:
             self._begin_behind(request, member.position)
-        if member.position != request.rows:
-            raise InvalidFrame(
-                f"hidden.members.position is {member.position} where {request.rows} rows are "
-                "committed",
-                param="hidden.members.position",
-            )
+        kept_rows = request.check(member, block)
+        if request.open_rows:
+            self._rounds.keep(request, request.open_rows, kept_rows)
+            request.rows, request.open_rows = request.rows + kept_rows, 0
         return request
+
+    def agree_on_copies(self, key: Key, asked: ExactCopies) -> ExactCopies:
+        """The copies of a request that this stage computes exactly, too; its rounds may have these
+        lengths from now on. Raises InvalidFrame for an old attempt, PeerLost without a state."""
+        request, agreed = self._request(key, opens=False), asked.with_stage(self.copies.exact)
+        request.copies = agreed.lengths
+        return agreed
 
     def _compute(self, block: HiddenBlock, requests: Sequence[StageRequest]) -> bytes:
         """Runs this stage's layers over a block. Returns the hidden states of all rows."""
@@ -212,6 +210,9 @@ class StageWorker:
         if block.is_round and block.rows == 1:
             shares = self._shares(requests)
             return self._rounds.row(requests, block.tokens, entering, deltas, shares=shares)
+        if block.is_round and requests[0].copies:
+            requests[0].open_rows = block.rows
+            return self._rounds.block(requests[0], block.tokens, entering, deltas[0])
         positions = self._model.rope_positions
         if block.places:
             positions.at(mx.array(block.places, dtype=mx.int32).reshape(3, -1))
@@ -262,7 +263,7 @@ class StageWorker:
     def _keep_prefix(self, block: HiddenBlock, requests: Sequence[StageRequest]) -> None:
         """Caches the state after a chunk if the first stage asks for it, and makes room."""
         if block.is_round:
-            if any(member.position % MAKE_ROOM_EVERY == 0 for member in block.members):
+            if any(-member.position % MAKE_ROOM_EVERY < block.rows for member in block.members):
                 self._shrink_prefixes()
             return
         (request,), (member,) = requests, block.members

@@ -104,6 +104,20 @@ class StageRounds(Generic[K]):
             self.step_times.add(requests[0], rows, seconds)
         return data
 
+    def block(
+        self, request: K, tokens: Sequence[int], entering: mx.array | None, delta: int
+    ) -> bytes:
+        """Appends a row for each of `tokens` to one request's state, until `keep` says how many of
+        them stay. Returns the hidden (1, n, H) in wire format; see `row`."""
+        group = self.groups.of([request])
+        self._model.rope_positions.set_deltas([delta])
+        ids = mx.array([list(tokens)], dtype=mx.int32)
+        return to_bytes(self._model.hidden(ids, entering, group.caches.caches))
+
+    def keep(self, request: K, rows: int, kept_rows: int) -> None:
+        """Keeps the first `kept_rows` of the `rows` that `block` appended; lazy."""
+        self.groups.of([request]).caches.keep(rows, [kept_rows])
+
     def release(self, request: K) -> None:
         """Frees a request's state."""
         self.groups.release(request)

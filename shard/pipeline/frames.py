@@ -11,6 +11,7 @@ from ...placement.errors import InvalidFrame
 from ...proto import peer_pb2 as pb
 from ..model.stage_limits import StageLimits
 from ..model.tensors import ITEM_BYTES, WIRE
+from .copy_query import check_copies
 
 MAX_DATA = 1 << 20
 """Bytes of tensor data in one frame; gRPC's default limit for a message is 4 MiB."""
@@ -31,6 +32,8 @@ class BlockMember(NamedTuple):
     """Committed rows before the block."""
     delta: int = 0
     """The difference of its positions from row numbers; see `RopePositions`."""
+    kept_rows: int | None = None
+    """Rows of its last round that stay, if that copied drafts: stages take the others back."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -132,6 +135,8 @@ def check_envelope(frame: pb.Frame, expected: StageLimits) -> None:
         raise InvalidFrame("the frame has no kind", param="kind")
     if kind == "prefix":
         check_prefix(frame.prefix, expected)
+    if kind == "copies":
+        check_copies(frame.copies)
 
 
 def _check_name(request: str, attempt: int, within: str) -> None:
@@ -225,6 +230,15 @@ def _member_checks(hidden: pb.Hidden, expected: StageLimits) -> Iterator[_Check]
         all(0 <= -m.delta <= m.position for m in members),
         "0, or below by no more rows than there are",
     )
+    yield (
+        "members.kept_rows",
+        all(
+            not m.HasField("kept_rows")
+            or (hidden.reply == pb.REPLY_ALL and m.kept_rows <= min(m.position, expected.max_rows))
+            for m in members
+        ),
+        f"of a round, and at most {expected.max_rows} of the rows before it",
+    )
 
 
 def _prompt_checks(hidden: pb.Hidden, expected: StageLimits) -> Iterator[_Check]:
@@ -311,9 +325,7 @@ def _joined(parts: Sequence[pb.Frame]) -> HiddenBlock:
     first = parts[0].hidden
     data = [part.hidden.data for part in parts]
     return HiddenBlock(
-        members=tuple(
-            BlockMember(m.request, int(m.attempt), int(m.position), m.delta) for m in first.members
-        ),
+        members=tuple(_member(m) for m in first.members),
         rows=first.rows,
         tokens=tuple(first.tokens),
         reply=first.reply,
@@ -323,3 +335,8 @@ def _joined(parts: Sequence[pb.Frame]) -> HiddenBlock:
         places=tuple(first.places),
         border=first.border,
     )
+
+
+def _member(wire: pb.Member) -> BlockMember:
+    kept_rows = wire.kept_rows if wire.HasField("kept_rows") else None
+    return BlockMember(wire.request, int(wire.attempt), int(wire.position), wire.delta, kept_rows)

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from ...placement.errors import ExoNodeError
+from .copy_query import ExactCopies
 from .frames import HiddenBlock
 
 Key = tuple[str, int]
 """A request and its attempt."""
+COPY_QUERY: Final = -1
+"""The position of a query for copies, which no block has."""
 
 
 @dataclass(slots=True, eq=False)
@@ -17,13 +20,16 @@ class Trip:
 
     members: tuple[Key, ...]
     position: int = 0
-    """Committed rows of the first member, which together with its key identify the trip."""
+    """Committed rows of the first member, which together with its key identify the trip, or
+    COPY_QUERY."""
     is_back: bool = False
     """Whether the result is complete. Set last: before, another thread owns the other fields."""
     block: HiddenBlock | None = None
     """The answer to a block of hidden states."""
     prefix_rows: list[int] = field(default_factory=list[int])
     """The answer to a prefix query: rows after which all stages have cached the state."""
+    copies: ExactCopies | None = None
+    """The answer to a query for copies."""
     faults: dict[Key, ExoNodeError] = field(default_factory=dict[Key, ExoNodeError])
     """Errors by member; other members have their rows in `block`."""
 
@@ -54,6 +60,11 @@ class StageLink(Protocol):
 
         They are row counts of `ids`, which forwards of `schedule` rows each read.
         """
+        ...
+
+    def ask_copies(self, key: Key, copies: ExactCopies) -> Trip:
+        """Queries which of the first stage's `copies` all stages compute exactly, for a request
+        that has nothing else in flight."""
         ...
 
     def release(self, key: Key) -> None:

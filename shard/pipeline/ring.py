@@ -15,8 +15,9 @@ from ...placement.errors import ExoNodeError, PeerLost, from_code
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ...proto.grpc_options import CHANNEL_OPTIONS
+from .copy_query import ExactCopies
 from .frames import HiddenBlock, cut
-from .link import Key, Trip
+from .link import COPY_QUERY, Key, Trip
 
 DECODE_DEADLINE_S = 8.0
 PREFILL_DEADLINE_S = 60.0
@@ -134,7 +135,9 @@ class Ring:
         first = block.members[0]
         trip = Trip(tuple(member.key for member in block.members), first.position)
         frames = list(cut(block, self._placement, 1, self._dtype, self._hidden_size))
-        deadline_s = DECODE_DEADLINE_S if block.is_round else PREFILL_DEADLINE_S
+        # More rows than one take longer: a round of copies.
+        is_row = block.is_round and block.rows == 1
+        deadline_s = DECODE_DEADLINE_S if is_row else PREFILL_DEADLINE_S
         _ = self._loop.call_soon_threadsafe(self._set_out, trip, frames, deadline_s)
         return trip
 
@@ -145,6 +148,14 @@ class Ring:
         query = pb.PrefixQuery(tokens=ids, schedule=schedule, held=ends)
         frame = pb.Frame(placement=self._placement, request=key[0], attempt=key[1], prefix=query)
         _ = self._loop.call_soon_threadsafe(self._set_out, trip, [frame], PREFILL_DEADLINE_S)
+        return trip
+
+    def ask_copies(self, key: Key, copies: ExactCopies) -> Trip:
+        trip = Trip((key,), COPY_QUERY)
+        frame = pb.Frame(
+            placement=self._placement, request=key[0], attempt=key[1], copies=copies.to_wire()
+        )
+        _ = self._loop.call_soon_threadsafe(self._set_out, trip, [frame], DECODE_DEADLINE_S)
         return trip
 
     def release(self, key: Key) -> None:
@@ -176,6 +187,12 @@ class Ring:
         """Takes the answer of all stages to a prefix query."""
         if (trip := self._trip_of((frame.request, int(frame.attempt)), 0)) is not None:
             trip.prefix_rows = [int(rows) for rows in frame.prefix.held]
+            self._back(trip)
+
+    def copies(self, frame: pb.Frame) -> None:
+        """Takes the answer of all stages to a query for copies."""
+        if (trip := self._trip_of((frame.request, int(frame.attempt)), COPY_QUERY)) is not None:
+            trip.copies = ExactCopies.from_wire(frame.copies)
             self._back(trip)
 
     def fail(self, frame: pb.Frame) -> None:

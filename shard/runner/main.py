@@ -203,12 +203,11 @@ class Runner:
                 time.monotonic,
                 prefixes,
                 keeps_chunk=spec.keeps_chunk,
+                lookup_off_reason=spec.lookup_off_reason,
             )
             worker.measurement_attempts = attempts_of(spec, loaded)
-            if spec.batching:
-                await asyncio.wrap_future(
-                    self._compute.submit(lambda: self._measure(worker.begin_measuring()))
-                )
+            begin = partial(worker.begin_measuring, batches=spec.batching)
+            await asyncio.wrap_future(self._compute.submit(lambda: self._measure(begin())))
             self._stage = WorkerService(spec, expected, following, self._compute, worker)
             peer_pb2_grpc.add_StageServicer_to_server(self._stage, server)
             return worker

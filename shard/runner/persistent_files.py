@@ -4,6 +4,7 @@ import hashlib
 import logging
 import platform
 import time
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import cast
@@ -24,8 +25,12 @@ log = logging.getLogger(__name__)
 
 
 def profile_of(spec: pb.StageSpec, loaded: Loaded) -> DraftProfile:
-    """The measurements of adaptive drafting and of the probes, for this model on this machine."""
-    return DraftProfile.open(spec.profile_folder, _key(spec, loaded), time.perf_counter)
+    """The measurements of adaptive drafting and of the probes, for this model on this machine; for
+    the layers of a first stage, if it is split."""
+    key = _key(spec, loaded)
+    if spec.num_stages > 1:
+        key = replace(key, checkpoint=f"{key.checkpoint}, layers up to {spec.end_layer}")
+    return DraftProfile.open(spec.profile_folder, key, time.perf_counter)
 
 
 def attempts_of(spec: pb.StageSpec, loaded: Loaded) -> Attempts:

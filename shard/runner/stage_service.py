@@ -212,6 +212,8 @@ class RingService(StageService):
                 pass  # every stage has processed it
             case "prefix":
                 self._ring.prefix(frame)
+            case "copies":
+                self._ring.copies(frame)
             case "computed":
                 self._ring.computed(frame)
             case "failure":

@@ -9,6 +9,7 @@ from ...proto import peer_pb2 as pb
 from ..engine.compute import ComputeThread, as_job
 from ..engine.stage import StageOutput, StageWorker
 from ..model.stage_limits import StageLimits
+from ..pipeline.copy_query import ExactCopies
 from ..pipeline.frames import HiddenBlock, cut
 from ..pipeline.stage_queue import StageQueue
 from .stage_service import Incoming, NextStage, StageService, unknown_kind
@@ -44,6 +45,8 @@ class WorkerService(StageService):
                 self._apply(frame, incoming)
             case "prefix":
                 self._answer_prefix(frame, incoming)
+            case "copies":
+                self._answer_copies(frame, incoming)
             case kind:
                 raise unknown_kind(kind)
 
@@ -111,6 +114,19 @@ class WorkerService(StageService):
             self._following.send([frame])
 
         self._compute_then(lambda: self._worker.cached_ends(key, tokens, schedule, ends), finished)
+
+    def _answer_copies(self, frame: pb.Frame, incoming: Incoming) -> None:
+        """Answers a query for copies: passes on those that this stage computes exactly, too."""
+        key, asked = (frame.request, int(frame.attempt)), ExactCopies.from_wire(frame.copies)
+
+        def finished(future: "Future[ExactCopies]") -> None:
+            if (fault := future.exception()) is not None:
+                self.send_failures(frame, fault, incoming)
+                return
+            frame.copies.CopyFrom(future.result().to_wire())
+            self._following.send([frame])
+
+        self._compute_then(lambda: self._worker.agree_on_copies(key, asked), finished)
 
     def _apply(self, frame: pb.Frame, incoming: Incoming) -> None:
         """Releases or renews a request here, and then at the next stages."""

@@ -10,27 +10,25 @@ from ....mtp.caches.rollback import fixed_kinds
 from ....mtp.drafting.acceptance import CopyEvidence
 from ....mtp.drafting.lookup_drafts import PromptLookup
 from ....mtp.drafting.round_policy import RoundPolicy
-from ....mtp.families.taped_gated_delta import keeps_states
 from ....mtp.pieces import Pieces
 from ....mtp.probe import Subject
 from ...model.open_model import MODEL_FAULTS, headline
+from ...pipeline.copy_query import ExactCopies
 from ..measuring import NOT_MEASURED, repeated
 from ..options import EngineOptions
 from ..request import Parameters
+from ..stage_copies import lengths_of
 from .draft_profile import DraftProfile
 from .probing import probe_copies, probe_shared_copies
 
 log = logging.getLogger(__name__)
 
-LENGTHS: Final = (3, 7, 15)
-"""Tokens that a round may copy."""
-STATE_LENGTHS: Final = (3, 31)
-"""The same where a layer's kernel keeps its state after each of up to 16 rows, for which the
-planner's headroom has little room if the model is large; beyond 16 rows the inputs of the rows are
-kept in place of states."""
 NOT_EXACT_TOGETHER: Final = (
     "it shared its steps, and on this machine a verify in a batch does not compute what single "
     "steps do, so copied drafts could change an answer"
+)
+NOT_ALONE: Final = (
+    "it ran beside other answers, and over several nodes only an answer that is alone copies drafts"
 )
 NOT_ASKED: Final = "the request sets num_draft_tokens, so only the model's own head drafts"
 NEAR_TIES: Final = (
@@ -52,16 +50,19 @@ class LookupControl:
         is_whole: bool,
     ) -> None:
         """`caches`: of one request, by layer. `is_whole`: whether this node has the whole model."""
-        self.off_reason = _objection(options, caches, is_whole=is_whole)
+        self.off_reason = _objection(options, caches)
         """Why no request copies; empty if some may."""
         self.is_near_tie = False
         """Whether drafts of the head may decide near ties otherwise than single steps do."""
         self.part = ""
         """The part that computes other bits for blocks than for single steps, in words."""
         self.policy = policy
-        self.shared_reason = "" if self.off_reason else NOT_MEASURED
+        alone = NOT_MEASURED if is_whole else NOT_ALONE
+        self.shared_reason = "" if self.off_reason else alone
         """Why requests copy nothing while they share forwards; empty if they may."""
-        self._candidates = STATE_LENGTHS if keeps_states(model) else LENGTHS
+        self.exact = ExactCopies.none(NOT_MEASURED)
+        """The copies that the layers here compute exactly."""
+        self._candidates = lengths_of(model, None if is_whole else options.prefill_chunk)
         self._evidence = CopyEvidence()
 
     def probe(self, subject: Subject, profile: DraftProfile) -> Pieces[None]:
@@ -78,6 +79,9 @@ class LookupControl:
         ratios = {n: s / plain for n, s in zip(copies.lengths, verify, strict=True)}
         removal = {n: s / plain for n, s in zip(copies.lengths, copies.rollback, strict=True)}
         self.policy.allow(copies.exact, ratios, removal)
+        self.exact = ExactCopies.measured(
+            copies.lengths, copies.exact, copies.verify, copies.rollback
+        )
         if not copies.exact:
             self.off_reason = (
                 f"a verify of {copies.lengths[0] + 1} rows or more does not compute what single "
@@ -143,14 +147,9 @@ class LookupControl:
         return PromptLookup(request.prompt, evidence)
 
 
-def _objection(options: EngineOptions, caches: Sequence[object], *, is_whole: bool) -> str:
+def _objection(options: EngineOptions, caches: Sequence[object]) -> str:
     if not options.prompt_lookup:
         return options.lookup_off_reason or "the placement was loaded without it"
-    if not is_whole:
-        return (
-            f"the placement has {options.num_stages} stages, and drafts are copied only where one "
-            "node holds the whole model"
-        )
     if kinds := fixed_kinds(caches):
         return (
             f"rows cannot be taken back from this model's caches ({', '.join(kinds)}), so drafts "

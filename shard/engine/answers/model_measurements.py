@@ -125,8 +125,9 @@ class ModelMeasurements:
         copies = self._lookup.probe(self.subject, self.profile)
         yield from guard("copies", copies, self._lookup.refuse)
         yield from guard("costs", self._measure_costs(k), self._refuse_head)
-        copies = self._measure_shared_copies(k)
-        yield from guard("shared-copies", copies, self._lookup.refuse_shared)
+        if isinstance(self._forms, RoundForms):
+            copies = self._measure_shared_copies(k)
+            yield from guard("shared-copies", copies, self._lookup.refuse_shared)
         ways = choose_first(self.subject.vocabulary, k, DTYPES[self._options.dtype])
         yield from guard("sampling", ways, nothing_refused)
         if isinstance(self._forms, RoundForms):  # it is the whole model

@@ -42,6 +42,7 @@ from ..reading.views import LayerViews
 from ..request import DraftProgress, Parameters, ReplayProgress, Request
 from ..round_forms import RoundForms
 from ..scheduler import Scheduler
+from ..stage_copies import StageSubject
 from .answer_reads import AnswerReads
 from .draft_profile import DraftProfile, DraftProfileKey
 from .drafting import DraftControl
@@ -96,7 +97,8 @@ class TextEngine:
         self.limits = RequestLimits(options.context_length, vocabulary)
         hidden_kind = None if head is None else head.hidden_kind
         family = family_of(stage.model, hidden_kind) if link is None else None
-        self._target = target_of(stage, family)
+        self._target, whole = target_of(stage, family), link is None
+        self._measured = self._target if whole else StageSubject(stage, loaded.expected)
         self._views = self._layer_views(loaded)
         self._tower = loaded.tower
         self.images = loaded.images
@@ -109,7 +111,7 @@ class TextEngine:
             stage.rope_positions.joins_images,
         )
         caches = stage.make_caches()
-        self.lookup = LookupControl(options, stage.model, caches, policy, is_whole=link is None)
+        self.lookup = LookupControl(options, stage.model, caches, policy, is_whole=whole)
         # Many rows of one request are one call of products and attention, padding included.
         one_call = {row_groups.NAME, row_groups.SINGLE, own_keys.NAME}
         is_grouped = not one_call.isdisjoint(self._kernels)
@@ -134,7 +136,7 @@ class TextEngine:
     def _measurements(self, forms: RoundForms, profile: DraftProfile) -> ModelMeasurements:
         return ModelMeasurements(
             forms if isinstance(self._executor, LocalExecutor) else self._executor.rounds,
-            self._target,
+            self._measured,
             self._stage.make_caches,
             self._options,
             self.drafting,
@@ -149,8 +151,8 @@ class TextEngine:
     def _new_executor(self, forms: RoundForms) -> LocalExecutor | PipelineExecutor:
         prefixes, clock = self._prefixes, self._clock
         if self._link is not None:
-            ends = self._schedule.turn_ends
-            return PipelineExecutor(self._stage, self._link, self._options, prefixes, ends, clock)
+            parts = self._stage, self._link, self._options, prefixes, self._schedule.turn_ends
+            return PipelineExecutor(*parts, clock, lambda: self.lookup.exact)
         return LocalExecutor(
             self._target,
             self._stage.make_caches,
@@ -368,7 +370,8 @@ class TextEngine:
             cached_tokens=request.cached_rows,
             cached_tier=request.cached_tier,
             batching_reason=request.batching_reason,
-            lookup_reason=self.lookup.reason(
+            lookup_reason=request.drafts.lookup_reason
+            or self.lookup.reason(
                 parameters,
                 began=request.drafts.lookup is not None,
                 shared=answer.stats.shares_without_copies,

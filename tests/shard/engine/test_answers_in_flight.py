@@ -4,106 +4,23 @@ Nothing of a request that is over stays anywhere, and the others answer as if th
 """
 
 import random
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from budget import seeds
 from engines import changed
-from pipelines import THREE, TWO, Message
+from pipelines import THREE, TWO
 from readers import Reader, prompt
-from staged_readers import CHUNK, alone, asks, staged, tokens_of
+from staged_readers import CHUNK, LONG, Scene, alone, asks, tokens_of
 
 from exo_node.mtp.types import Round, Sampling
-from exo_node.placement.errors import ExoNodeError, PeerLost, StateLost
+from exo_node.placement.errors import PeerLost, StateLost
 from exo_node.shard.engine.request import Parameters
 
 ROOM = 64 << 20
 SHORT = prompt(0)
-LONG = prompt(5, 3 * CHUNK + 5)
-"""A prompt of four chunks."""
 SEEDED = Sampling(temperature=0.9, seed=11)
-
-
-class Scene:
-    """Readers of one engine, whose trips are held back."""
-
-    def __init__(self, bounds: Sequence[int] = TWO, room: int = 0) -> None:
-        self.pipeline = staged(bounds, room=room)
-        self.link = self.pipeline.link
-        self.link.holds = True
-        self._running: dict[int, tuple[Reader, Generator[Any]]] = {}
-
-    @property
-    def live(self) -> list[Reader]:
-        """Readers whose answers have not ended."""
-        return [reader for reader, _ in self._running.values()]
-
-    def ask(self, engine_request: Parameters) -> Reader:
-        reader = Reader(engine_request)
-        self._running[id(reader)] = reader, self.pipeline.engine.generate(engine_request)
-        return reader
-
-    def settle(self) -> None:
-        """All take what there is, until there is nothing to do but to wait."""
-        for reader, events in list(self._running.values()):
-            try:
-                for event in events:
-                    if event is None:
-                        break
-                    reader.take(event)
-                else:
-                    del self._running[id(reader)]
-            except ExoNodeError as fault:
-                reader.fault = fault
-                del self._running[id(reader)]
-
-    def cancel(self, reader: Reader) -> None:
-        _, events = self._running.pop(id(reader))
-        events.close()
-
-    def bring(self, message: Message) -> None:
-        self.link.bring(message)
-        self.settle()
-
-    def until(self, sought: Callable[[Message], bool]) -> Message:
-        """Such a message is in flight, and what was before it is back."""
-        for _ in range(1000):
-            self.settle()
-            able = self.link.able()
-            if matches := [message for message in able if sought(message)]:
-                return matches[0]
-            self.link.bring(able[0])
-        raise AssertionError("none sets out")
-
-    def finish(self) -> None:
-        """All that go on come to their end."""
-        self.settle()
-        for _ in range(5000):
-            if not self.live:
-                self.link.flush()
-                return
-            self.bring(self.link.able()[0])
-        raise AssertionError("they do not end")
-
-    def answered(self, engine_request: Parameters) -> Reader:
-        """One that ended, and was told what it is told alone."""
-        reader = self.ask(engine_request)
-        self.finish()
-        assert reader.fault is None and tokens_of(reader) == alone(engine_request)
-        return reader
-
-    def of_kind(self, kind: str) -> Reader:
-        """A request that will have such a trip."""
-        engine_request = asks(LONG, 12)
-        if kind == "question":
-            _ = self.answered(asks(LONG, 4))
-        if kind == "log":
-            rounds = self.answered(engine_request).rounds
-            engine_request = replace(engine_request, attempt=2, replay=tuple(rounds[:8]))
-        assert not self.pipeline.leftovers
-        return self.ask(engine_request)
 
 
 @pytest.mark.smoke

@@ -22,11 +22,12 @@ from small import LAYERS, small_engine, small_spec
 from exo_node.mtp.drafting.acceptance import Acceptance
 from exo_node.mtp.drafting.lookup import NO_MATCH, Match, SuffixIndex
 from exo_node.mtp.types import Sampling
-from exo_node.shard.engine.answers.lookup_control import NOT_EXACT_TOGETHER, STATE_LENGTHS
+from exo_node.shard.engine.answers.lookup_control import NOT_EXACT_TOGETHER
 from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.batch import Batch
 from exo_node.shard.engine.issued_round import IssuedRound
 from exo_node.shard.engine.request import Parameters
+from exo_node.shard.engine.stage_copies import STATE_LENGTHS
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.text.grammars.grammar import Gate
 from exo_node.shard.text.grammars.grammars import GrammarSpec

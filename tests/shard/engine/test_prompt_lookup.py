@@ -16,8 +16,9 @@ from small import small_engine
 
 from exo_node.mtp.pieces import result_of
 from exo_node.shard.engine.answers.draft_profile import DraftProfile, DraftProfileKey
-from exo_node.shard.engine.answers.lookup_control import LENGTHS, NOT_ASKED
+from exo_node.shard.engine.answers.lookup_control import NOT_ASKED
 from exo_node.shard.engine.request import Parameters
+from exo_node.shard.engine.stage_copies import LENGTHS
 
 TOKENS = 48
 

@@ -194,6 +194,62 @@ def test_images_take_no_more_positions_than_rows(delta: int) -> None:
     assert refused(frame_of(block)) == "hidden.members.delta"
 
 
+@pytest.mark.parametrize("kept_rows", [5, 8, 2**32 - 1])
+def test_no_more_rows_stay_than_a_round_has_and_there_are(kept_rows: int) -> None:
+    block = replace(a_block(), members=(BlockMember("r1", 2, 7, kept_rows=kept_rows),))
+    assert refused(frame_of(block)) == "hidden.members.kept_rows"
+    early = replace(a_block(), members=(BlockMember("r1", 2, 3, kept_rows=4),))
+    assert refused(frame_of(early)) == "hidden.members.kept_rows"
+
+
+@pytest.mark.parametrize("reply", [pb.REPLY_LAST, pb.REPLY_COMPUTED])
+def test_only_a_round_says_how_many_rows_of_the_last_one_stay(
+    reply: "pb.Reply.ValueType",
+) -> None:
+    members = (BlockMember("r1", 2, 7, kept_rows=0),)
+    assert Assembler(EXPECTED).add(frame_of(replace(a_block(), members=members))) is not None
+    chunk = replace(a_block(), members=members, reply=reply)
+    assert refused(frame_of(chunk)) == "hidden.members.kept_rows"
+
+
+GOOD_COPIES: dict[str, Any] = {
+    "lengths": [3, 7],
+    "verify_s": [0.1, 0.2, 0.3],
+    "removal_s": [0, 0.1],
+    "reason": "",
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("lengths", [7, 3]),
+        ("lengths", [3, 3]),
+        ("lengths", [0, 3]),
+        ("lengths", [3, 64]),
+        ("lengths", list(range(1, 10))),
+        ("verify_s", [0.1, 0.2]),
+        ("verify_s", []),
+        ("verify_s", [0.1, float("nan"), 0.3]),
+        ("verify_s", [0.1, -0.2, 0.3]),
+        ("removal_s", [0.1]),
+        ("removal_s", [0, float("inf")]),
+        ("reason", "x" * 301),
+    ],
+)
+def test_a_query_for_copies_with_one_wrong_field_is_refused_by_its_name(
+    field: str, value: object
+) -> None:
+    def envelope(**fields: Any) -> pb.Frame:
+        copies = pb.CopyQuery(**(GOOD_COPIES | fields))
+        return pb.Frame(placement="p1", request="r1", attempt=1, copies=copies)
+
+    check_envelope(envelope(), EXPECTED)
+    with pytest.raises(InvalidFrame) as caught:
+        check_envelope(envelope(**{field: value}), EXPECTED)
+    assert caught.value.param == f"copies.{field}"
+
+
 def test_a_frame_of_no_kind_is_refused() -> None:
     assert refused(pb.Frame(placement="p1", request="r1", attempt=1)) == "kind"
 
@@ -497,7 +553,8 @@ def test_what_is_repeated_is_told_by_the_first_frame_alone() -> None:
 
 NAMES = st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True)
 POSITIONS = st.integers(0, 2**32 - 16)
-MEMBERS = st.builds(BlockMember, NAMES, st.integers(1, 2**64 - 1), POSITIONS).flatmap(
+ATTEMPTS = st.integers(1, 2**64 - 1)
+MEMBERS = st.builds(BlockMember, NAMES, ATTEMPTS, POSITIONS, kept_rows=st.none()).flatmap(
     lambda m: st.builds(m._replace, delta=st.integers(max(-m.position, -(2**31)), 0))
 )
 
@@ -521,6 +578,9 @@ def blocks(draw: st.DrawFn) -> tuple[HiddenBlock, StageLimits]:
     if len(members) == 1:
         rows = draw(st.integers(1, 16))
         reply = draw(st.sampled_from([pb.REPLY_ALL, pb.REPLY_LAST, pb.REPLY_COMPUTED]))
+    if reply == pb.REPLY_ALL:
+        kept_rows = [st.none() | st.integers(0, min(m.position, 16)) for m in members]
+        members = [m._replace(kept_rows=draw(n)) for m, n in zip(members, kept_rows, strict=True)]
     borders = [pb.BORDER_UNSPECIFIED]
     if reply == pb.REPLY_COMPUTED and draw(st.booleans()):
         while (rest := rows - sum(each.rows for each in replayed)) > 0:

@@ -5,6 +5,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from exo_node.placement.errors import (
 )
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.pipeline import ring as ring_module
+from exo_node.shard.pipeline.copy_query import ExactCopies
 from exo_node.shard.pipeline.frames import BlockMember, HiddenBlock
 from exo_node.shard.pipeline.link import Key, Trip
 from exo_node.shard.pipeline.ring import Ring
@@ -464,10 +466,32 @@ async def test_what_all_stages_keep_comes_round_and_is_lost_with_them(
     assert late.prefix_rows == []
 
 
+async def test_a_query_for_copies_comes_round_beside_nothing_and_is_lost_with_the_stages(
+    ring: Ring, stream: Stream
+) -> None:
+    asked, agreed = ExactCopies((3, 7), (1, 2, 3), (0, 0)), ExactCopies((7,), (4, 5), (1,))
+    trip = ring.ask_copies(A, asked)
+    await settled()
+    (frame,) = stream.sent
+    assert (frame.placement, frame.request, frame.attempt) == ("p1", "a", 1)
+    assert ExactCopies.from_wire(frame.copies) == asked
+    for key in (B, ("a", 2)):
+        ring.copies(pb.Frame(request=key[0], attempt=key[1], copies=agreed.to_wire()))
+    ring.prefix(prefix_frame(A, [2]))
+    assert not trip.is_back
+    ring.copies(pb.Frame(request="a", attempt=1, copies=agreed.to_wire()))
+    assert trip.is_back and errors_of(trip) == {} and trip.copies == agreed
+    late = ring.ask_copies(B, asked)
+    await settled()
+    ring.lose(PeerLost("gone"))
+    assert errors_of(late) == {B: LOST} and late.copies is None
+
+
 # ------------------------------------------------------------------------------ deadlines
 
 
 SLOW: dict[str, HiddenBlock | None] = {
+    "a round that copies": replace(block(A), rows=8, data=bytes(8 * HIDDEN * 4), tokens=(1,) * 8),
     "a chunk": chunk(A),
     "the end of a prompt": block(A, reply=pb.REPLY_LAST),
     "a question": None,

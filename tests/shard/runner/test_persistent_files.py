@@ -18,7 +18,11 @@ from exo_node.shard.engine.prefixes.memory import PrefixCache
 from exo_node.shard.engine.prefixes.prompt_path import PromptPath
 from exo_node.shard.engine.states.state import State
 from exo_node.shard.kernels.trial import KernelChoice
-from exo_node.shard.runner.persistent_files import prefix_disk_of, shared_prefix_key
+from exo_node.shard.runner.persistent_files import (
+    prefix_disk_of,
+    profile_of,
+    shared_prefix_key,
+)
 
 END = 7
 PROMPT = [*range(10, 9 + MIN_ROWS), END, 8, 9]
@@ -160,3 +164,16 @@ def test_states_of_split_models_and_of_models_without_a_cache_are_not_shared(
     assert not caplog.records
     assert _shared_key(tmp_path) == ""  # its files are gone since they were loaded
     assert "states are not shared" in caplog.text
+
+
+def test_a_first_stage_has_a_profile_of_its_layers(tmp_path: Path) -> None:
+    """What a whole model measured says nothing of a part, and the other way round."""
+    loaded: Any = SimpleNamespace(fingerprint="headers", kernels=())
+
+    def path(**fields: Any) -> Path | None:
+        spec = pb.StageSpec(profile_folder=str(tmp_path), dtype="float32", **fields)
+        return profile_of(spec, loaded).path
+
+    whole = path(num_stages=1, end_layer=4)
+    parts = [path(num_stages=2, end_layer=end) for end in (1, 2)]
+    assert len({whole, *parts}) == 3 and parts[0] == path(num_stages=3, end_layer=1)

@@ -10,6 +10,7 @@ from exo_node.placement.errors import ExoNodeError, InvalidFrame, PeerLost, Stat
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.stage import StageOutput
 from exo_node.shard.model.stage_limits import StageLimits
+from exo_node.shard.pipeline.copy_query import ExactCopies
 from exo_node.shard.pipeline.frames import BlockMember, HiddenBlock, cut
 from exo_node.shard.pipeline.link import Key
 from exo_node.shard.runner.stage_service import CHUNKS_AHEAD, ROWS_AHEAD
@@ -45,6 +46,12 @@ class Worker:
             raise self.raises
         assert (key, list(tokens), list(schedule)) == (("r1", 1), [1, 2, 3], [2, 1])
         return list(ends)[:1]
+
+    def agree_on_copies(self, key: Key, asked: ExactCopies) -> ExactCopies:
+        if self.raises is not None:
+            raise self.raises
+        assert key == ("r1", 1)
+        return asked.with_stage(ExactCopies((7,), (1, 2), (0,)))
 
     def release(self, key: Key) -> None:
         self.ended.append(key)
@@ -252,6 +259,20 @@ def test_a_question_continues_with_what_this_stage_keeps() -> None:
     up = stage.take([word("r1", prefix=query)])
     assert [each.failure.param for each in up] == ["attempt"]
     assert len(stage.following.frames) == 1
+
+
+def test_a_query_for_copies_continues_with_what_this_stage_computes_exactly() -> None:
+    stage = Stage()
+    query = ExactCopies((3, 7), (1, 2, 3), (0, 0)).to_wire()
+    assert stage.take([word("r1", copies=query)]) == []
+    (frame,) = stage.following.frames
+    assert ExactCopies.from_wire(frame.copies) == ExactCopies((7,), (2, 5), (0,))
+    stage.worker.raises = InvalidFrame("an old attempt", param="attempt")
+    up = stage.take([word("r1", copies=query)])
+    assert [each.failure.param for each in up] == ["attempt"]
+    assert len(stage.following.frames) == 1
+    (refused,) = stage.take([word("r1", copies=pb.CopyQuery(lengths=[3]))])
+    assert refused.failure.param == "copies.verify_s"
 
 
 @pytest.mark.parametrize("number", [1, 2])
