@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from models import DEMO
 
 from exo_node.shard.model.open_model import model_classes
+from exo_node.shard.text.bare_packages import bare_package
 
 LAYERS: Final = 5
 VOCABULARY: Final = 512
@@ -86,7 +87,6 @@ def config_of(
 def theirs(config: dict[str, Any], seed: int = 0) -> Any:
     """mlx-vlm's own language model with random weights; norms and biases are no constants."""
     _ = model_classes(config)
-    from mlx_vlm.models.qwen4_exp.config import TextConfig
     from mlx_vlm.models.qwen4_exp.language import LanguageModel
 
     mx.random.seed(seed)
@@ -96,16 +96,22 @@ def theirs(config: dict[str, Any], seed: int = 0) -> Any:
         video_token_id=-2,
         vision_start_token_id=-3,
     )
-    model = LanguageModel(TextConfig.from_dict(dict(config["text_config"])), cast("Any", outer))
-    dtype = getattr(mx, config["text_config"]["dtype"])
-    drawn = [
-        (name, _drawn(name, value, dtype))
-        for name, value in cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
-    ]
-    _ = model.load_weights(drawn)
+    model = LanguageModel(_text(config), cast("Any", outer))
+    _fill(model, getattr(mx, config["text_config"]["dtype"]))
+    return model
+
+
+def _fill(model: nn.Module, dtype: mx.Dtype) -> None:
+    flat = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
+    _ = model.load_weights([(name, _drawn(name, value, dtype)) for name, value in flat])
     _ = model.eval()
     mx.eval(model.parameters())
-    return model
+
+
+def _text(config: dict[str, Any]) -> Any:
+    from mlx_vlm.models.qwen4_exp.config import TextConfig
+
+    return TextConfig.from_dict(dict(config["text_config"]))
 
 
 def _drawn(name: str, value: mx.array, dtype: mx.Dtype) -> mx.array:
@@ -123,7 +129,34 @@ def _drawn(name: str, value: mx.array, dtype: mx.Dtype) -> mx.array:
     return drawn.astype(mx.float32 if name.endswith("A_log") else dtype)
 
 
-def published(model: nn.Module) -> dict[str, mx.array]:
+def their_head(config: dict[str, Any], seed: int = 1) -> Any:
+    """mlx-vlm's own class of the head with random weights."""
+    bare_package("mlx_vlm.speculative.drafters.qwen4_exp_mtp")
+    from mlx_vlm.speculative.drafters.qwen4_exp_mtp.config import Qwen4ExpMTPConfig
+    from mlx_vlm.speculative.drafters.qwen4_exp_mtp.qwen4_exp_mtp import Qwen4ExpMTPDraftModel
+
+    mx.random.seed(seed)
+    head = Qwen4ExpMTPDraftModel(Qwen4ExpMTPConfig(text_config=_text(config)))
+    _fill(head, getattr(mx, config["text_config"]["dtype"]))
+    return head
+
+
+def fit(model: Any, head: Any) -> None:
+    """Makes an embedding decide most of what follows, so that the head drafts right at times."""
+    for module in (model, head):
+        for name, value in cast("list[tuple[str, mx.array]]", tree_flatten(module.parameters())):
+            if name.endswith(
+                ("o_proj.weight", "out_proj.weight", "down_proj.weight", "value_proj.weight")
+            ):
+                _ = module.load_weights([(name, 0.3 * value)], strict=False)
+    same = {"fc_embedding.weight": mx.eye(64), "fc_hidden.weight": mx.zeros((64, 64))}
+    same["pre_fc_norm_embedding.weight"] = mx.zeros(64)
+    mixer = tree_flatten(model.model.hyper_connection_mixer.parameters())
+    same |= {f"hyper_connection_mixer.{name}": value for name, value in mixer}
+    _ = head.load_weights(list(same.items()), strict=False)
+
+
+def published(model: nn.Module, head: nn.Module | None = None) -> dict[str, mx.array]:
     """The model's tensors as the publisher names and shapes them."""
     named = dict[str, mx.array]()
     for name, value in cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters())):
@@ -134,6 +167,8 @@ def published(model: nn.Module) -> dict[str, mx.array]:
             else name.replace("model.", "model.language_model.", 1)
         )
         named[name] = value.moveaxis(2, 1) if "conv1d" in name else value
+    stored = tree_flatten(head.parameters()) if head is not None else []
+    named |= {f"mtp.{name}": value for name, value in cast("list[tuple[str, mx.array]]", stored)}
     for name in [each for each in named if "switch_mlp.gate_proj" in each]:
         stem = name.removesuffix(".switch_mlp.gate_proj.weight")
         gate, up, down = (

@@ -1,4 +1,5 @@
-"""Qwen3.8-Flash-Next: mlx-vlm's qwen4_exp, which mlx-lm lacks, made a model as mlx-lm's are.
+"""Qwen3.8-Flash-Next: mlx-vlm's qwen4_exp, which mlx-lm lacks, made a model as mlx-lm's are, and
+its head.
 
 The hidden state is several streams side by side, which each layer mixes, so it is `hc_count` times
 as wide as an embedding; n-grams of the ids add rows of a table at some layers; attention reads the
@@ -7,7 +8,8 @@ it computes otherwise for several rows than for single ones, and its caches.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, cast
+from dataclasses import replace
+from typing import Any, ClassVar, Final, cast
 
 import mlx.core as mx
 from mlx import nn
@@ -18,8 +20,10 @@ from mlx_vlm.models import switch_layers as vlm_switch_layers
 from mlx_vlm.models.qwen4_exp import language
 from mlx_vlm.models.qwen4_exp.config import TextConfig
 
-from ..caches.rollback import Swaps, TapedCache, parts_of, rows_of_each, swap_classes
+from ..caches.rollback import RowCache, Swaps, TapedCache, parts_of, rows_of_each, swap_classes
 from ..caches.window import MAX_ROLLBACK_ROWS
+from .family import Family
+from .head import DraftHead, HeadSource, HiddenKind
 from .qwen import split_fused_experts, stack_experts
 from .row_table import RowTable, ours_of
 from .taped_gated_delta import TapedGatedDelta
@@ -313,4 +317,71 @@ class Model(nn.Module):
 def _cache_of(layer: Any) -> Any:
     if layer.is_linear:
         return TapedCache(4 if "ple" in layer else 2)
+    return attention_cache()
+
+
+def attention_cache() -> CacheList:
+    """Keys and values of an attention layer, and its indexer's rows."""
     return CacheList(KVCache(), KVCache())
+
+
+class StreamsHead(DraftHead):
+    """The draft head: each stream of the hidden state and the embedding are added, each projected,
+    and a layer with attention follows, and the mixer before the lm_head."""
+
+    def __init__(self, args: TextConfig) -> None:
+        nn.Module.__init__(self)
+        size, eps = args.hidden_size, args.rms_norm_eps
+        self.enorm = language.Qwen4ExpRMSNorm(size, eps=eps)
+        self.hnorm = language.Qwen4ExpRMSNorm(args.hc_count * size, eps=eps)
+        self.fc_embedding = nn.Linear(size, size, bias=False)
+        self.fc_hidden = nn.Linear(size, size, bias=False)
+        alone = {"layer_types": ["qwen_sparse_attention"], "ple_layer_ids": []}
+        args = replace(args, num_hidden_layers=1, **alone)
+        self.layer = language.Qwen4ExpDecoderLayer(args, 0)
+        self.mixer = language.Qwen4ExpGatedResidual(args, use_combine=False)
+        self.hidden_kind: HiddenKind = "pre_norm"
+        self.make_cache = attention_cache
+
+    def __call__(self, hidden: mx.array, embedding: mx.array, cache: RowCache) -> mx.array:
+        """Hidden (B, n, hc_count * H), embeddings (B, n, H) -> (B, n, hc_count * H)."""
+        dtype = self.enorm.weight.dtype
+        added = self.fc_embedding(self.enorm(embedding.astype(dtype)))[..., None, :]
+        streams = self.hnorm(hidden.astype(dtype)).reshape(*added.shape[:2], -1, added.shape[-1])
+        x = (added + self.fc_hidden(streams)).reshape(hidden.shape)
+        mask = create_attention_mask(x, parts_of(cache)[0])
+        return cast("Any", self.layer)(x, None, mask, cache).astype(hidden.dtype)
+
+    def read_out(self, output: mx.array) -> mx.array:
+        return cast("mx.array", self.mixer(output))
+
+
+class StreamsFamily(Family):
+    """A family whose head reads all streams, before they are mixed."""
+
+    hidden_kinds: ClassVar[tuple[HiddenKind, ...]] = ("pre_norm",)
+    swaps: ClassVar[Swaps] = SWAPS
+    head_names: ClassVar[Mapping[str, str]] = {
+        "pre_fc_norm_embedding.": "enorm.",
+        "pre_fc_norm_hidden.": "hnorm.",
+        "layers.0.": "layer.",
+        "hyper_connection_mixer.": "mixer.",
+        "": "",
+    }
+
+    def __init__(self, model: Model, hidden_kind: HiddenKind | None = None) -> None:
+        super().__init__(model.language_model, hidden_kind)
+
+    def hidden(self, tokens: mx.array, caches: Sequence[object]) -> mx.array:
+        return self._body.streams(tokens, caches)
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        return self.lm_head(self._body.mixed(hidden))
+
+    def make_head(self) -> DraftHead:
+        head = StreamsHead(self._model.args)
+        swap_classes(head, SWAPS)
+        return head
+
+    def head_parameters(self, source: HeadSource) -> dict[str, mx.array]:
+        return self.named(stack_experts(split_fused_experts(dict(source.tensors))))

@@ -8,7 +8,7 @@ from .head import HiddenKind
 
 
 def family_of(model: nn.Module, hidden_kind: HiddenKind | None = None) -> Family | None:
-    """The family of a loaded mlx-lm model, or None if there is no file for it.
+    """The family of a loaded model, or None if there is no file for it.
 
     `hidden_kind`: the head's input, one of the family's `hidden_kinds`, or None.
     """
@@ -24,8 +24,8 @@ def prepare(model: nn.Module) -> None:
 
 
 def _class_for(model: nn.Module) -> type[Family] | None:
-    """The class for a module of mlx-lm, which has over a hundred: one is imported only for a model
-    of its family."""
+    """The class for a module of mlx-lm, which has over a hundred, or of this package: one is
+    imported only for a model of its family."""
     match type(model).__module__.removeprefix("mlx_lm.models.").removeprefix(f"{__package__}."):
         case "qwen3_5" | "qwen3_5_moe":
             from .qwen35 import Qwen35Family as family_class
@@ -59,6 +59,8 @@ def _class_for(model: nn.Module) -> type[Family] | None:
             from .step3p5 import StepFamily as family_class
         case "nemotron_h":
             from .nemotron_h import NemotronFamily as family_class
+        case "qwen4_exp":
+            from .qwen4_exp import StreamsFamily as family_class
         case _:
             return None
     return family_class

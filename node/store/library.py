@@ -46,6 +46,12 @@ FIRST_OF_THREE: Final = {"num_layers": 1, "default_k": 1, "max_k": 3}
 """The same of a head of three layers, one for each draft, of which the first is used: how often its
 fourth draft is accepted was not measured."""
 
+_HEADS: Final[Mapping[str, Mapping[str, object]]] = {
+    **dict.fromkeys(("mimo_v2", "step"), FIRST_OF_THREE),
+    "streams": {**DEFAULT_HEAD, "hidden": "pre_norm"},
+}
+"""By the head's layout, where it is not that."""
+
 Facts = TypeVar("Facts")
 
 
@@ -325,7 +331,7 @@ class ModelLibrary:
         overrides = {"mapped_bytes": mapped_bytes(checkpoint), **overrides}
         card = derive_card(place.id, config, size, overrides)
         if card.native_mtp is None and isinstance(head := find_head(checkpoint), HeadFound):
-            native_mtp = FIRST_OF_THREE if head.layout in ("mimo_v2", "step") else DEFAULT_HEAD
+            native_mtp = _HEADS.get(head.layout, DEFAULT_HEAD)
             card = derive_card(place.id, config, size, {**overrides, "native_mtp": native_mtp})
         return KnownModel(card, folder)
 

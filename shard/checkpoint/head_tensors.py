@@ -18,7 +18,9 @@ _ORIGINAL = "Use the original repository: conversions by mlx_lm.convert drop the
 _CLAIMS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 
 Config = Mapping[str, Any]
-LayoutName = Literal["qwen", "nextn", "mimo", "ernie", "longcat", "nemotron", "mimo_v2", "step"]
+LayoutName = Literal[
+    "qwen", "nextn", "mimo", "ernie", "longcat", "nemotron", "mimo_v2", "step", "streams"
+]
 
 _LAYER: Final = (
     r"(?:language_model\.)?model\.(?:language_model\.)?layers\.(?P<layer>\d{1,6})\.(?P<name>.+)"
@@ -110,6 +112,8 @@ def layouts_of(config: Config) -> list[HeadLayout]:
             return [_NEMOTRON]
         case "mimo_v2_flash":
             return [_MIMO_V2_FLASH]
+        case "qwen4_exp" | "qwen4_exp_text":
+            return [HeadLayout("streams", _QWEN, needs_no_prefix=True)]
         case "step3p5":
             step = HeadLayout("step", _LAYER, index or 0, ignores_further_layers=True)
             return [step] if index else []
@@ -135,7 +139,7 @@ class _UnusableHead(Exception):
 class HeadFound:
     """A head under its canonical names, which stand after the layout's prefix.
 
-    "qwen": after `mtp.`, so `fc.weight`, `layers.0.mlp.up_proj.weight`, …
+    "qwen", "streams": after `mtp.`, so `fc.weight`, `layers.0.mlp.up_proj.weight`, …
     "nextn": after `model.layers.{num_hidden_layers}.`, so `eh_proj.weight`, `mlp.gate.weight`, …
     "mimo": after `model.mtp_layers.0.`, so `input_proj.weight`, `mlp.up_proj.weight`, …
     "ernie": after `model.`, so `mtp_linear_proj.0.weight`, `mtp_block.0.mlp.…`, …

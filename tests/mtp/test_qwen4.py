@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 import qwen4
 from engines import answer, engine_of, load_quietly, request, spec
+from families import made_family
 from mlx import nn
 from mlx.utils import tree_flatten
 from pipelines import pipeline_of
@@ -18,6 +19,7 @@ from qwen4 import LAYERS
 from zoo_runs import together_on_one_node
 
 from exo_node.mtp.caches.rollback import cache_arrays, rollback
+from exo_node.mtp.targets import FamilyTarget
 from exo_node.node.store.library import ModelLibrary
 from exo_node.node.store.places import in_folders
 from exo_node.placement.errors import InvalidCheckpoint, LoadFailed
@@ -25,10 +27,12 @@ from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
 from exo_node.shard.checkpoint.model_classes import TABLE
 from exo_node.shard.engine.answers.text_engine import TextEngine
+from exo_node.shard.engine.drafter import DraftModel
 from exo_node.shard.model import vlm_classes
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.open_model import open_model, read_layers
 from exo_node.shard.model.stage_model import StageModel
+from exo_node.shard.tools.bare_engine import bare_engine, bare_request, ids_of, rounds_of
 
 PROMPT = [(37 * i + 11) % 500 for i in range(21)]
 OTHERS = (
@@ -41,14 +45,22 @@ _KEPT = tempfile.TemporaryDirectory(prefix="exo-qwen4-")
 
 
 @functools.cache
+def pair_of_theirs() -> tuple[Any, Any]:
+    """The model and its head, which drafts right at times."""
+    config = qwen4.config_of(vocabulary=4096)
+    model, head = qwen4.theirs(config), qwen4.their_head(config)
+    qwen4.fit(model, head)
+    return model, head
+
+
 def model_of_theirs() -> Any:
-    return qwen4.theirs(qwen4.config_of(vocabulary=4096))
+    return pair_of_theirs()[0]
 
 
 @functools.cache
 def checkpoint() -> Path:
     config = qwen4.config_of(vocabulary=4096)
-    return qwen4.save(Path(_KEPT.name) / "plain", config, qwen4.published(model_of_theirs()))
+    return qwen4.save(Path(_KEPT.name) / "plain", config, qwen4.published(*pair_of_theirs()))
 
 
 @functools.cache
@@ -108,12 +120,15 @@ def engine_spec(**changes: Any) -> pb.StageSpec:
 
 
 @functools.cache
-def loaded() -> Loaded:
-    return load_quietly(engine_spec())
+def loaded(*, drafts: bool = False) -> Loaded:
+    found = load_quietly(engine_spec(native_mtp=drafts, mtp_hidden="pre_norm", max_draft_tokens=7))
+    assert not drafts or found.head_state == "loaded"
+    return found
 
 
-def engine(**changes: Any) -> TextEngine:
-    return engine_of(loaded(), engine_spec(**changes))
+def engine(*, drafts: bool = False, **changes: Any) -> TextEngine:
+    fields = {"native_mtp": drafts, "mtp_hidden": "pre_norm", "max_draft_tokens": 7} | changes
+    return engine_of(loaded(drafts=drafts), engine_spec(**fields))
 
 
 @pytest.mark.smoke
@@ -197,3 +212,44 @@ def test_a_table_that_lacks_rows_is_refused(tmp_path: Path) -> None:
     folder = qwen4.save(tmp_path / "short", config, weights)
     with pytest.raises(InvalidCheckpoint, match="n-gram tables have other rows"):
         _ = open_model(folder)
+
+
+def test_the_head_computes_what_mlx_vlms_does() -> None:
+    """Its prompt in one forward and then single rows, past the keys that it chooses among."""
+    _, theirs = pair_of_theirs()
+    family = made_family(stage(), "pre_norm")
+    head = loaded(drafts=True).head
+    ids = [*PROMPT, *OTHERS[2]]
+    hidden = family.hidden(mx.array([ids]), stage().make_caches())
+    embeddings = family.embed(mx.array([[*ids[1:], 9]]))
+    theirs_cache, ours_cache, start = theirs.make_cache(), head.make_cache(), 0
+    for end in (21, 22, 23, 26, len(ids)):
+        part = slice(start, end)
+        rows = hidden[:, part], embeddings[:, part]
+        theirs._next_position = start
+        mixed, streams = theirs._forward_hidden(rows[1], rows[0], rows[0], theirs_cache)
+        got = head(*rows, ours_cache)
+        assert mx.allclose(got, streams, rtol=0, atol=1e-5)
+        assert mx.allclose(head.read_out(got), mixed, rtol=0, atol=1e-5)
+        start = end
+
+
+@pytest.mark.parametrize("k", [*range(1, 7), pytest.param(7, marks=pytest.mark.smoke)])
+def test_drafts_change_no_id(k: int) -> None:
+    served = engine(drafts=True)
+    for prompt in (PROMPT, *OTHERS):
+        got = answer(served, request(prompt, k, TOKENS, ignore_eos=True))
+        assert list(got.ids) == expected(tuple(prompt))
+        assert got.stats.drafter_kind == "native_mtp"
+        assert 0 < sum(r.accepted for r in got.rounds) < sum(r.drafted for r in got.rounds)
+
+
+def test_drafts_of_requests_that_share_forwards_change_no_id() -> None:
+    family, head = made_family(stage(), "pre_norm"), loaded(drafts=True).head
+    drafts = DraftModel.of(family, head)
+    served = bare_engine(FamilyTarget(family), stage().make_caches, drafts)
+    prompts = (PROMPT, *OTHERS)
+    requests = [bare_request(each, TOKENS, 8, 3 - i % 3) for i, each in enumerate(prompts)]
+    answers = rounds_of(served, requests)
+    assert [list(ids_of(each)) for each in answers] == [expected(tuple(each)) for each in prompts]
+    assert all(sum(r.accepted for r in each) for each in answers)
