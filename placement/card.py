@@ -95,6 +95,8 @@ class Variant(BaseModel):
     bits: int = Field(ge=2, le=8)
     weight_bytes: int | None = Field(default=None, ge=1, le=2**50)
     """Estimated from the bits if None."""
+    mapped_bytes: int | None = Field(default=None, ge=0, le=2**50)
+    """The card's share of its bytes if None."""
     head: bool = False
     """It kept the MTP head."""
 
@@ -289,7 +291,9 @@ class ModelCard(BaseModel):
             "repository": variant.repository,
             "revision": None,
             "weight_bytes": size,
-            "mapped_bytes": self.mapped_bytes * size // self.weight_bytes,
+            "mapped_bytes": self.mapped_bytes * size // self.weight_bytes
+            if variant.mapped_bytes is None
+            else variant.mapped_bytes,
             "quantization": variant.bits,
             "fp8": False,
             "native_mtp": self.native_mtp if variant.head else None,

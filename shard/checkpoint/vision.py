@@ -21,7 +21,7 @@ TOWER_PREFIXES: Final = (
     *("model.multi_modal_projector.", "multi_modal_projector."),
 )
 """Beginnings of a tower's names: as published, in older conversions, and in mlx-vlm's."""
-LIGHT_WAY: Final = "pip install --no-deps mlx-vlm pillow"
+LIGHT_WAY: Final = "pip install --no-deps 'mlx-vlm<0.8' pillow"
 """Without mlx-vlm's requirements, of which a tower uses none."""
 _ADD: Final = (
     "this node has no software for {}: `pip install 'exo-node[vision]'`, or 667 MB less by "

@@ -30,6 +30,7 @@ from ...placement.errors import InvalidCheckpoint, LoadFailed
 from ..checkpoint.checkpoint import Checkpoint, read_checkpoint, read_config
 from ..checkpoint.embedders import encoder_changes, is_encoder, require_pooling
 from ..checkpoint.head_tensors import HeadFound
+from ..checkpoint.model_classes import vlm_type
 from ..checkpoint.vision import ADD_ENCODERS, has_extra
 from .embedder import NO_LM_HEAD, encoder_classes, with_backbone_names
 from .vlm_classes import vlm_classes
@@ -67,9 +68,10 @@ def open_model(folder: Path, *, pooling: str = "") -> nn.Module:
         return _load_backbone(folder, config, embeds=bool(pooling))
     except MODEL_FAULTS as fault:
         why = " ".join(str(fault).split())[:400]  # it may name each of thousands of tensors
+        library = "mlx-vlm" if vlm_type(config) else "mlx-lm"
         raise InvalidCheckpoint(
             f"{folder.name} cannot be loaded: {why}; the checkpoint or its config.json does not "
-            "fit an architecture of the installed mlx-lm"
+            f"fit an architecture of the installed {library}"
         ) from fault
 
 

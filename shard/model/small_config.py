@@ -37,9 +37,13 @@ _LIMITS: Final[Mapping[str, int]] = {
     **dict.fromkeys(("head_dim", "swa_head_dim", "global_head_dim"), HEAD_DIM),
     **dict.fromkeys(("qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim"), HEAD_DIM),
     "qk_head_dim": 2 * HEAD_DIM,
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), 64),
-    **dict.fromkeys(("index_head_dim",), 2 * HEAD_DIM),
-    **dict.fromkeys(("index_n_heads",), HEADS),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "hc_lowrank"), 64),
+    **dict.fromkeys(("index_head_dim", "indexer_head_dim"), 2 * HEAD_DIM),
+    **dict.fromkeys(("index_n_heads", "indexer_n_heads"), HEADS),
+    "indexer_budget": _WINDOW,
+    "ple_embed_dim": HIDDEN,
+    **dict.fromkeys(("ngram_vocab_size_base", "make_ngram_vocab_size_divisible_by"), 64),
+    "split_ngram_parts": 4,
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), HEAD_DIM),
     **dict.fromkeys(
         ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 8

@@ -14,6 +14,7 @@ from exo_node.placement.cost import seconds_per_token
 from exo_node.placement.errors import InsufficientMemory, InvalidRequest
 from exo_node.placement.fitting import fit, speed_of
 from exo_node.placement.ids import ModelId, NodeId
+from exo_node.placement.library import packaged_cards
 from exo_node.placement.options import PlanOptions
 from exo_node.placement.plan import Placement, plan, preview
 
@@ -454,3 +455,17 @@ def test_a_loaded_model_whose_node_is_lost_has_no_speed() -> None:
     view = cluster(10**9)
     placement = plan(card(), view)
     assert speed_of(card(), replace(view, nodes=()), placement.stages, placement.dtype) is None
+
+
+def test_flash_next_fits_a_mac_of_128_gb_and_two_of_64() -> None:
+    """By Metal's limits, 107.5 and 48 GiB. Its tables stay on the disk, or two would not do."""
+    whole = packaged_cards()[ModelId("Qwen/Qwen3.8-Flash-Next")]
+    model = whole.as_variant(whole.variants[0])
+    large, small = int(107.5 * 2**30), 48 * 2**30
+    assert plan(model, cluster(large)).context_length == 262_144
+    halves = plan(model, cluster(small, small))
+    assert halves.context_length > 200_000
+    assert layers_of(halves) == {"a": 24, "b": 24}
+    for held in (model, model.model_copy(update={"mapped_bytes": 0})):
+        with pytest.raises(InsufficientMemory):
+            _ = plan(held, cluster(*([small] * (1 if held.mapped_bytes else 2))))

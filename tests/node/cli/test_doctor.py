@@ -146,7 +146,7 @@ def test_images_and_encoders_are_named_with_both_ways_to_add_them(
     assert checks.state == "ok"
     assert "no images" in checks.text and "encoders (BERT, " in checks.text
     assert "and Qwen3.8-Flash-Next are not loaded" in checks.text
-    assert "exo-node[vision]" in checks.remedy and "--no-deps mlx-vlm pillow" in checks.remedy
+    assert "exo-node[vision]" in checks.remedy and "--no-deps 'mlx-vlm<0.8' pillow" in checks.remedy
 
 
 def test_a_mac_that_keeps_this_program_from_its_network_is_told_what_to_press(
