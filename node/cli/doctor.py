@@ -28,7 +28,7 @@ from .times import TIMES
 _LEAST_DISK: Final = 20 * 10**9
 _LEAST_MEMORY: Final = 4 * 10**9
 _ENCODERS: Final = "BERT, RoBERTa, XLM-R, ModernBERT"
-_CLASSES: Final = "Qwen3.8-Flash-Next"
+_CLASSES: Final = "the models that only mlx-vlm has"
 _PACKAGES: Final = ("exo-node", "mlx", "mlx-lm", "grpcio", "transformers")
 
 

@@ -17,7 +17,7 @@ from huggingface_hub import hf_hub_url
 
 from ...placement.errors import DownloadFailed, ExoNodeError
 from ...shard.checkpoint.checkpoint import MAX_CONFIG_BYTES, is_weight_file, parse_config
-from ...shard.checkpoint.model_classes import has_class
+from ...shard.checkpoint.model_classes import has_class, lacking
 from .hub_client import Entry, HubLists, answer, explain, hub_client, read
 from .identifiers import Commit, RepositoryName
 from .model_folder import CONFIG
@@ -113,12 +113,11 @@ class HubSearch:
             content = read(response.raise_for_status(), MAX_CONFIG_BYTES, f"its {CONFIG}")
         config = parse_config(Path(repository) / CONFIG, content)
         has_model_class = has_class(config)
-        fault = f"mlx-lm has no class for its model_type {str(config.get('model_type'))[:80]!r}"
         return Contents(
             download_bytes=sum(file.size for file in files),
             weight_bytes=sum(file.size for file in files if is_weight_file(file.path)),
             config=config if has_model_class else None,
-            fault="" if has_model_class else fault,
+            fault="" if has_model_class else lacking(config),
         )
 
 

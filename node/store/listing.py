@@ -20,7 +20,7 @@ from ...placement.options import usual_context
 from ...placement.sampling_values import model_sampling
 from ...shard.checkpoint.checkpoint import read_checkpoint
 from ...shard.checkpoint.head_tensors import HeadFound, find_head
-from ...shard.checkpoint.model_classes import has_class
+from ...shard.checkpoint.model_classes import has_class, lacking
 from ...shard.checkpoint.vision import ADD_ENCODERS, has_extra
 from .library import FileFacts, KnownModel, ModelLibrary
 
@@ -29,10 +29,8 @@ def check(folder: Path, model_id: str) -> dict[str, Any]:
     """The facts of a checkpoint's files. Raises InvalidCheckpoint if it would not load."""
     checkpoint = read_checkpoint(folder)
     if not has_class(checkpoint.config):
-        kind = checkpoint.config.get("model_type")
         raise InvalidCheckpoint(
-            f"{model_id}: mlx-lm has no class for model_type {str(kind)[:80]!r}; choose another "
-            "model, or a newer mlx-lm",
+            f"{model_id}: {lacking(checkpoint.config)}; choose another model, or a newer mlx-lm",
             param="config.json",
         )
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model")):

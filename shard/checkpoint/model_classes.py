@@ -12,8 +12,21 @@ from .checkpoint import Checkpoint
 from .embedders import is_encoder
 from .python_source import statements
 
-FROM_VLM: Final = ("qwen4_exp",)
-"""Model types that mlx-lm lacks, whose modules mlx-vlm has."""
+FROM_VLM: Final = {
+    name.replace("_", ""): name
+    for name in ("qwen4_exp", "cohere2_moe", "k2_horizon", "kolibri1", "step3p7")
+}
+"""mlx-vlm's modules of model types that mlx-lm lacks, by the types without `_`."""
+_POOLED: Final = "it keeps pooled keys, whose rows cannot be taken back"
+_BESIDE: Final = "its layers keep recurrent states beside keys and values"
+_PLACES: Final = "it finds the positions of its rows by itself"
+_NOT_BROUGHT_IN: Final = {
+    **dict.fromkeys(("deepseek_v4", "glm5_next"), _POOLED),
+    **dict.fromkeys(("inkling", "zaya1_vl"), _BESIDE),
+    **dict.fromkeys(("glm4v", "glm4v_moe", "ernie4_5_moe_vl", "qwen3_omni_moe"), _PLACES),
+    "hy_v4": "its layers share the keys that one of them chooses",
+}
+"""Why other classes of mlx-vlm are not used."""
 TABLE: Final = ".ngram_embedding.shard"
 """Part of the names of their tables' tensors."""
 
@@ -34,8 +47,17 @@ def has_class(config: Mapping[str, Any]) -> bool:
 
 def vlm_type(config: Mapping[str, Any]) -> str | None:
     """The type of a model whose class is made of mlx-vlm's modules, or None for another model."""
-    kind = str(config.get("model_type")).removesuffix("_text")
-    return kind if kind in FROM_VLM and kind not in _classes() else None
+    kind = str(config.get("model_type")).removesuffix("_text").replace("_", "")
+    name = FROM_VLM.get(kind)
+    return None if name in _classes() else name
+
+
+def lacking(config: Mapping[str, Any]) -> str:
+    """Why a model without a class is not run, for a person."""
+    kind = config.get("model_type")
+    why = _NOT_BROUGHT_IN.get(str(kind), "")
+    theirs = f" (mlx-vlm has one, which is not used here: {why})" if why else ""
+    return f"mlx-lm has no class for model_type {str(kind)[:80]!r}{theirs}"
 
 
 def mapped_bytes(checkpoint: Checkpoint) -> int:

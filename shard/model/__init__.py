@@ -15,4 +15,5 @@ stored_rows.py: which numbers of rows agree, on disk
 tensors.py: arrays to bytes and back, and the errors of numbers that are not finite
 tower.py: the vision tower beside a text model, by family
 vlm_classes.py: classes of models that mlx-lm lacks, of mlx-vlm's modules
+vlm_text.py: mlx-vlm's text models with plain caches
 """

@@ -30,7 +30,7 @@ from ...placement.errors import InvalidCheckpoint, LoadFailed
 from ..checkpoint.checkpoint import Checkpoint, read_checkpoint, read_config
 from ..checkpoint.embedders import encoder_changes, is_encoder, require_pooling
 from ..checkpoint.head_tensors import HeadFound
-from ..checkpoint.model_classes import vlm_type
+from ..checkpoint.model_classes import has_class, lacking, vlm_type
 from ..checkpoint.vision import ADD_ENCODERS, has_extra
 from .embedder import NO_LM_HEAD, encoder_classes, with_backbone_names
 from .vlm_classes import vlm_classes
@@ -64,6 +64,10 @@ def open_model(folder: Path, *, pooling: str = "") -> nn.Module:
         require_pooling(folder, config, pooling)
     if is_encoder(config) and not has_extra():
         raise LoadFailed(ADD_ENCODERS)
+    if not has_class(config):
+        raise InvalidCheckpoint(
+            f"{folder.name}: {lacking(config)}; choose another model, or a newer mlx-lm"
+        )
     try:
         return _load_backbone(folder, config, embeds=bool(pooling))
     except MODEL_FAULTS as fault:

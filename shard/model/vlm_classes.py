@@ -22,6 +22,10 @@ _PACKAGES: Final = {
         "models.qwen4_exp",
         "speculative.ops",
     ),
+    "cohere2_moe": ("models.cohere2_moe",),
+    "k2_horizon": ("models.k2_horizon",),
+    "kolibri1": ("models.kolibri1",),
+    "step3p7": ("models.qwen3_vl", "models.step3p7"),
 }
 """The packages of mlx-vlm that the modules of a class are in."""
 
@@ -38,6 +42,25 @@ def vlm_classes(config: Mapping[str, Any]) -> tuple[type[nn.Module], type] | Non
         raise LoadFailed(ADD_CLASSES.format(kind=name))
     for package in _PACKAGES[name]:
         bare_package(f"mlx_vlm.{package}")
-    from ...mtp.families import qwen4_exp as module
+    model: Any
+    arguments: Any
+    match name:
+        case "cohere2_moe":
+            from mlx_vlm.models.cohere2_moe import cohere2_moe as model
+            from mlx_vlm.models.cohere2_moe import config as arguments
+        case "k2_horizon":
+            from mlx_vlm.models.k2_horizon import config as arguments
+            from mlx_vlm.models.k2_horizon import k2_horizon as model
+        case "kolibri1":
+            from mlx_vlm.models.kolibri1 import config as arguments
+            from mlx_vlm.models.kolibri1 import kolibri1 as model
+        case "step3p7":
+            from mlx_vlm.models.step3p7 import config as arguments
+            from mlx_vlm.models.step3p7 import step3p7 as model
+        case _:
+            from ...mtp.families import qwen4_exp
 
-    return module.Model, module.ModelArgs
+            return qwen4_exp.Model, qwen4_exp.ModelArgs
+    from .vlm_text import text_classes
+
+    return text_classes(model, arguments)

@@ -25,6 +25,7 @@ def test_cards_with_a_head_draft_once_and_the_dense_27b_twice() -> None:
         *(f"Qwen/Qwen3-Next-80B-A3B-{kind}" for kind in ("Instruct", "Thinking")),
         *(f"Qwen/Qwen3.5-{size}" for size in ("4B", "9B", "35B-A3B")),
         "Qwen/Qwen3.6-35B-A3B",
+        "Qwen/Qwen3.8-Flash-Next",
         *(f"deepseek-ai/DeepSeek-{name}" for name in ("R1", "V3", "V3.1")),
         *(f"zai-org/GLM-{name}" for name in ("4.5", "4.5-Air", "4.6", "4.7")),
     }

@@ -51,7 +51,7 @@ def test_a_commit_that_was_seen_is_not_read_again(hub: FakeHub) -> None:
     ("files", "fault"),
     [
         ({"model.gguf": b"x", "config.json": b"{}"}, "GGUF and .bin files are not read"),
-        ({MODEL: b"x", "config.json": b'{"model_type": "never"}'}, "no class for its model_type"),
+        ({MODEL: b"x", "config.json": b'{"model_type": "never"}'}, "no class for model_type"),
         ({MODEL: b"x", "config.json": b"[1"}, "config.json"),
         ({MODEL: b"x", "config.json": b'{"model_file": "m.py"}'}, "names code to run"),
         (

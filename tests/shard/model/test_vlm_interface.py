@@ -59,6 +59,20 @@ SIGNATURES = {
     "qwen4_exp.language:Qwen4ExpRMSNorm": "dim group_size eps",
     "qwen4_exp.language:Qwen4ExpPLELayer.__call__": "self hidden_states input_ids cache mask",
     "qwen4_exp.language:ShardedEmbedding": "num_embeddings dims num_shards",
+    "cohere2_moe.language:LanguageModel": "args",
+    "cohere2_moe.cohere2_moe:Model.sanitize": "self weights",
+    "cohere2_moe.config:ModelConfig.from_dict": "params",
+    "k2_horizon.language:LanguageModel": "args",
+    "k2_horizon.k2_horizon:Model.sanitize": "self weights",
+    "k2_horizon.config:ModelConfig.from_dict": "params",
+    "kolibri1.language:LanguageModel": "args",
+    "kolibri1.kolibri1:Model.sanitize": "self weights",
+    "kolibri1.config:ModelConfig.from_dict": "params",
+    "step3p7.language:LanguageModel": "args config",
+    "step3p7.step3p7:Model.sanitize": "self weights",
+    "step3p7.config:ModelConfig.from_dict": "params",
+    "step3p7.config:TextConfig.from_dict": "params",
+    "cache:RotatingKVCache": "max_size keep",
     "switch_layers:SwitchGLU": "input_dims hidden_dims num_experts activation bias",
     "switch_layers:SwitchLinear": "input_dims output_dims num_experts bias",
 }
@@ -83,7 +97,7 @@ def test_a_used_name_takes_what_is_given(name: str) -> None:
     module, _, path = name.partition(":")
     package = module.partition(".")[0]
     _ = model_classes({"model_type": "qwen4_exp"})  # the packages that its modules are in
-    if package != "switch_layers":
+    if package not in ("switch_layers", "cache"):
         bare_package(f"mlx_vlm.models.{package}")
     found: Any = import_module(f"mlx_vlm.models.{module}")
     for part in path.split("."):
