@@ -43,7 +43,6 @@ _LIMITS: Final[Mapping[str, int]] = {
     "indexer_budget": _WINDOW,
     "ple_embed_dim": HIDDEN,
     **dict.fromkeys(("ngram_vocab_size_base", "make_ngram_vocab_size_divisible_by"), 64),
-    "split_ngram_parts": 4,
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), HEAD_DIM),
     **dict.fromkeys(
         ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 8

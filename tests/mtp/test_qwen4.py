@@ -19,7 +19,11 @@ from pipelines import pipeline_of
 from qwen4 import LAYERS
 from zoo_runs import together_on_one_node
 
+from exo_node.mtp.caches.batch_caches import left_aligned
+from exo_node.mtp.caches.positions import Positions
 from exo_node.mtp.caches.rollback import cache_arrays, rollback
+from exo_node.mtp.families.head import HeadSource
+from exo_node.mtp.families.weights import load_head
 from exo_node.mtp.targets import FamilyTarget
 from exo_node.node.store.library import ModelLibrary
 from exo_node.node.store.places import in_folders
@@ -156,6 +160,20 @@ def test_requests_that_share_forwards_get_the_ids_that_each_gets_alone() -> None
     assert ids == [expected(tuple(prompt)) for prompt in prompts]
 
 
+def test_rows_of_a_batch_have_the_bits_of_each_alone_where_keys_begin_to_be_chosen() -> None:
+    """The third row of the longer request is its first that leaves keys out; none of the other."""
+    counts, blocks = (4 * qwen4.BUDGET // 4 + 1, 9), ([7, 4095, 33, 12], [5, 6, 8, 9])
+    alone, read = list[mx.array](), list[list[Any]]()
+    for count, block in zip(counts, blocks, strict=True):
+        caches = stage().make_caches()
+        _ = forward(caches, PROMPT[:count])
+        read.append(copy.deepcopy(caches))
+        alone.append(forward(caches, block))
+    together = left_aligned(read, Positions(counts))
+    logits = cast(Any, stage().model)(mx.array(list(blocks)), cache=together)
+    assert mx.array_equal(logits, mx.stack(alone))
+
+
 def test_a_prompt_continues_from_a_prefix_and_an_answer_from_its_log() -> None:
     served = engine(prefix_cache_bytes=64 << 20)
     first = answer(served, request(PROMPT, 0, TOKENS, ignore_eos=True))
@@ -219,9 +237,10 @@ def test_a_table_that_lacks_rows_is_refused(tmp_path: Path) -> None:
 
 def test_the_head_computes_what_mlx_vlms_does() -> None:
     """Its prompt in one forward and then single rows, past the keys that it chooses among."""
-    _, theirs = pair_of_theirs()
+    theirs = qwen4.their_head(qwen4.config_of(vocabulary=4096))
+    flat = cast("list[tuple[str, mx.array]]", tree_flatten(theirs.parameters()))
     family = made_family(stage(), "pre_norm")
-    head = loaded(drafts=True).head
+    head = load_head(family, HeadSource(dict(flat), None), mx.float32)
     ids = [*PROMPT, *OTHERS[2]]
     hidden = family.hidden(mx.array([ids]), stage().make_caches())
     embeddings = family.embed(mx.array([[*ids[1:], 9]]))

@@ -73,8 +73,10 @@ def their_ids(model: Any, prompt: list[int]) -> list[int]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_one_node_and_two_stages_have_mlx_vlms_ids(name: str) -> None:
     config = config_of(name)
-    model = small(config)
+    model = cast(Any, small(config))
     expected, other = their_ids(model, PROMPT), [(53 * i + 7) % 60 + 1 for i in range(40)]
+    caches = zip(model.make_cache(), model.language_model.make_cache(), strict=True)
+    assert all(type(ours).__name__ == type(theirs).__name__ for ours, theirs in caches)
     assert on_one_node(model, tokens=TOKENS) == expected
     assert together_on_one_node(model, [PROMPT, other], 8, TOKENS) == [
         expected,
@@ -91,7 +93,8 @@ def test_a_checkpoint_in_mlx_vlms_names_is_read_without_its_towers(
 ) -> None:
     model = small(config_of(name))
     flat = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
-    tower = {"vision_model.x.weight": mx.zeros((2, 2))} if name == "step3p7" else {}
+    parts = ("vision_model.x.weight", "vit_large_projector.weight") if name == "step3p7" else ()
+    tower = dict.fromkeys(parts, mx.zeros((2, 2)))
     mx.save_safetensors(str(tmp_path / "model.safetensors"), dict(flat) | tower, {"format": "mlx"})
     (tmp_path / "config.json").write_text(json.dumps(config_of(name)))
     loaded, ids = cast(Any, open_model(tmp_path)), mx.array([PROMPT])
