@@ -88,6 +88,13 @@ class ClusterHead:
             if stage.model == model and stage.stage == 0 and stage.HasField("epoch")
         }
 
+    def has_readers(self, model: ModelId) -> bool:
+        return any(
+            stage.model == model and stage.ready.read_key
+            for member in self._cluster.members()
+            for stage in member.stages
+        )
+
     def _address(self, head: NodeId) -> str:
         try:
             return self._cluster.address(head)

@@ -115,7 +115,8 @@ class LocalNode:
             adaptive_draft=self.switches.value("native_mtp_adaptive"),
             default_draft_tokens=self.settings.native_mtp_default_k,
             kv_bits=self.settings.kv_bits,
-            reads=self.settings.readers,
+            reads=self.settings.readers != "0",
+            keeps_readers=self.settings.readers == "1",
         )
         facts.MergeFrom(self.about())
         return self.profiling.add_to(facts)

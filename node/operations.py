@@ -217,6 +217,7 @@ class NodeOperations:
             "kv_bits_reason": record.plan.kv_bits.reason,
             **self._speed(record),
             "stages": stages,
+            "readers": self._readers(record),
             "answers": record.activity.requests,
             **self._replicas(record.card.id),
             "drafting": self._drafting(record),
@@ -239,6 +240,21 @@ class NodeOperations:
             "auto_replicas": desired.auto_replicas,
             "replicas_missing": self._placements.missing_replica(model) or None,
         }
+
+    def _readers(self, record: LoadedPlacement) -> list[dict[str, Any]]:
+        """The runners that only read prompts for it."""
+        placement = record.placement
+        return [
+            {
+                "node": runner.key.node,
+                "node_name": self._facts.name(runner.key.node),
+                "layers": [runner.plan.reader[0].first_layer, runner.plan.reader[0].end_layer],
+                "status": runner.state,
+                "memory_bytes": runner.memory,
+            }
+            for runner in (() if placement is None else placement.others)
+            if runner.is_reader and runner.plan.reader is not None
+        ]
 
     def _drafting(self, record: LoadedPlacement) -> dict[str, Any]:
         if not record.endpoints:

@@ -75,6 +75,8 @@ class NodeFacts:
     """`OWN`: its CPU multiplies float32 matrices by exo-node's own code; else why not."""
     reads: bool = True
     """Whether it reads prompts with other nodes."""
+    keeps_readers: bool = False
+    """Whether it holds upper layers of models for that, in room that no model needs."""
     chunk_limit: ChunkLimit | None = None
     """The limit for the model that is being placed, if a GPU fault there has set one."""
 

@@ -7,6 +7,7 @@ part, or link, takes for each.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import ceil
 from typing import TYPE_CHECKING, Final
 
@@ -37,6 +38,8 @@ class ReaderNode:
     round_trip_s: float
     bandwidth: float
     """Bytes a second between it and the answering node."""
+    first_layer: int = 1
+    """The first layer that it has; the others follow, up to the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +97,17 @@ ALONE: Final = ReadingPlan((), 0.0, "")
 
 
 def reader_of(
-    node: NodeId, row_s: float, links: Sequence[LinkFacts], busy: int = 0
+    node: NodeId, row_s: float, links: Sequence[LinkFacts], busy: int = 0, first_layer: int = 1
 ) -> ReaderNode | None:
     """A node as a reader; None without a measured link. `busy`: the answers and prompts there, each
-    of which leaves it a part of its speed."""
+    of which leaves it a part of its speed. `first_layer`: see `ReaderNode`."""
     measured = [link for link in links if sane(link.bandwidth, 0.0)]
     if not measured or not sane(row_s, 0.0):
         return None
     best = max(measured, key=lambda link: link.bandwidth)
-    return ReaderNode(node, row_s * (1 + busy), sane(best.round_trip_s, 0.0), best.bandwidth)
+    return ReaderNode(
+        node, row_s * (1 + busy), sane(best.round_trip_s, 0.0), best.bandwidth, first_layer
+    )
 
 
 def plan_reading(
@@ -125,7 +130,7 @@ def plan_reading(
     fastest = sorted(readers, key=lambda reader: (reader.row_s, reader.node))[:MOST_READERS]
     best_s, best = alone_s, tuple[tuple[ReaderNode, int], ...]()
     for count in range(1, min(len(fastest), sizes.layers - 1) + 1):
-        chosen = fastest[:count]
+        chosen = sorted(fastest[:count], key=lambda reader: reader.first_layer)
         for counts in _splits(own_row_s, chosen, sizes.layers):
             parts = tuple(zip(chosen, counts[1:], strict=True))
             seconds = _seconds(left, cached_rows, own_row_s, counts[0], parts, sizes)
@@ -148,17 +153,21 @@ def _splits(
     own_row_s: float, readers: Sequence[ReaderNode], layers: int
 ) -> Iterator[tuple[int, ...]]:
     """For each time that a part may take for a row: the layers that each node computes within it,
-    the fastest filled first, and at least one each."""
+    the fastest filled first, and at least one each, which it has."""
     paces = [own_row_s, *(reader.row_s for reader in readers)]
     order = sorted(range(len(paces)), key=lambda index: paces[index])
+    most = [layers, *(layers - reader.first_layer for reader in readers)]
     limits = sorted({pace * count for pace in paces for count in range(1, layers)})
     for limit in limits:
         counts, rest = [1] * len(paces), layers - len(paces)
         for index in order:
-            more = min(rest, int(limit / paces[index] + 1e-9) - 1)
+            more = min(rest, most[index] - 1, int(limit / paces[index] + 1e-9) - 1)
             counts[index] += max(0, more)
             rest -= max(0, more)
-        if rest == 0:
+        firsts = accumulate(counts[:-1])
+        if rest == 0 and all(
+            first >= reader.first_layer for first, reader in zip(firsts, readers, strict=True)
+        ):
             yield tuple(counts)
 
 

@@ -335,6 +335,7 @@ class PlacementPlan(_message.Message):
     MTP_OFF_REASON_FIELD_NUMBER: _builtins.int
     FRUGAL_FIELD_NUMBER: _builtins.int
     DISPLACED_FIELD_NUMBER: _builtins.int
+    READER_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """why these nodes"""
     runner_up: _builtins.str
@@ -354,6 +355,10 @@ class PlacementPlan(_message.Message):
     def desired(self) -> Global___DesiredPlacement:
         """the bounds that it was planned for"""
 
+    @_builtins.property
+    def reader(self) -> Global___PlannedStage:
+        """absent: the runner has a stage of the plan"""
+
     def __init__(
         self,
         *,
@@ -365,10 +370,11 @@ class PlacementPlan(_message.Message):
         mtp_off_reason: _builtins.str = ...,
         frugal: _builtins.bool = ...,
         displaced: _builtins.bool = ...,
+        reader: Global___PlannedStage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired", "reader", b"reader"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired", "displaced", b"displaced", "frugal", b"frugal", "mtp_off_reason", b"mtp_off_reason", "reason", b"reason", "runner_up", b"runner_up", "score", b"score", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired", "displaced", b"displaced", "frugal", b"frugal", "mtp_off_reason", b"mtp_off_reason", "reader", b"reader", "reason", b"reason", "runner_up", b"runner_up", "score", b"score", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -463,6 +469,7 @@ class NodeFacts(_message.Message):
     KV_BITS_FIELD_NUMBER: _builtins.int
     KV_REFUSALS_FIELD_NUMBER: _builtins.int
     READS_FIELD_NUMBER: _builtins.int
+    KEEPS_READERS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     name: _builtins.str
     version: _builtins.str
@@ -494,7 +501,9 @@ class NodeFacts(_message.Message):
     kv_bits: _builtins.int
     """EXO_KV_BITS; absent: as each card says"""
     reads: _builtins.bool
-    """EXO_READERS: prompts are read with other nodes"""
+    """EXO_READERS is not 0: prompts are read with other nodes"""
+    keeps_readers: _builtins.bool
+    """EXO_READERS=1: room that no model needs is for upper layers"""
     @_builtins.property
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """ids whose files this node has"""
@@ -558,10 +567,11 @@ class NodeFacts(_message.Message):
         kv_bits: _builtins.int | None = ...,
         kv_refusals: _abc.Iterable[Global___KvRefusal] | None = ...,
         reads: _builtins.bool = ...,
+        keeps_readers: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_kv_bits", b"_kv_bits", "kv_bits", b"kv_bits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kv_bits", b"_kv_bits", "adaptive_draft", b"adaptive_draft", "addresses", b"addresses", "async_draft_eval", b"async_draft_eval", "backend", b"backend", "chip", b"chip", "default_draft_tokens", b"default_draft_tokens", "dtype", b"dtype", "float32_products", b"float32_products", "held_models", b"held_models", "host", b"host", "http_host", b"http_host", "http_port", b"http_port", "id", b"id", "join_requests", b"join_requests", "kv_bits", b"kv_bits", "kv_refusals", b"kv_refusals", "links", b"links", "memory_bandwidth", b"memory_bandwidth", "memory_bytes", b"memory_bytes", "models", b"models", "name", b"name", "native_mtp_variable", b"native_mtp_variable", "port", b"port", "profiles", b"profiles", "reads", b"reads", "split_refusals", b"split_refusals", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kv_bits", b"_kv_bits", "adaptive_draft", b"adaptive_draft", "addresses", b"addresses", "async_draft_eval", b"async_draft_eval", "backend", b"backend", "chip", b"chip", "default_draft_tokens", b"default_draft_tokens", "dtype", b"dtype", "float32_products", b"float32_products", "held_models", b"held_models", "host", b"host", "http_host", b"http_host", "http_port", b"http_port", "id", b"id", "join_requests", b"join_requests", "keeps_readers", b"keeps_readers", "kv_bits", b"kv_bits", "kv_refusals", b"kv_refusals", "links", b"links", "memory_bandwidth", b"memory_bandwidth", "memory_bytes", b"memory_bytes", "models", b"models", "name", b"name", "native_mtp_variable", b"native_mtp_variable", "port", b"port", "profiles", b"profiles", "reads", b"reads", "split_refusals", b"split_refusals", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__kv_bits: _TypeAlias = _typing.Literal["kv_bits"]  # noqa: Y015
     _WhichOneofArgType__kv_bits: _TypeAlias = _typing.Literal["_kv_bits", b"_kv_bits"]  # noqa: Y015
@@ -2182,6 +2192,7 @@ class LoadReady(_message.Message):
     IMAGES_FIELD_NUMBER: _builtins.int
     PROMPT_LOOKUP_FIELD_NUMBER: _builtins.int
     PUBLISHED_SAMPLING_FIELD_NUMBER: _builtins.int
+    READ_KEY_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     port: _builtins.int
     pid: _builtins.int
@@ -2198,6 +2209,8 @@ class LoadReady(_message.Message):
     """"read", or why it reads none"""
     prompt_lookup: _builtins.str
     """"on", or why no request copies drafts; empty: it generates no text"""
+    read_key: _builtins.str
+    """of a reader: as CachedPrefix.key"""
     @_builtins.property
     def layers(self) -> Global___LayerTimes:
         """absent: not measured"""
@@ -2232,10 +2245,11 @@ class LoadReady(_message.Message):
         images: _builtins.str = ...,
         prompt_lookup: _builtins.str = ...,
         published_sampling: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        read_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "checkpoint_bytes_read", b"checkpoint_bytes_read", "end_layer", b"end_layer", "first_layer", b"first_layer", "greedy_identity", b"greedy_identity", "host", b"host", "images", b"images", "kernels", b"kernels", "layers", b"layers", "mtp_head", b"mtp_head", "pid", b"pid", "port", b"port", "prompt_lookup", b"prompt_lookup", "published_sampling", b"published_sampling", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "checkpoint_bytes_read", b"checkpoint_bytes_read", "end_layer", b"end_layer", "first_layer", b"first_layer", "greedy_identity", b"greedy_identity", "host", b"host", "images", b"images", "kernels", b"kernels", "layers", b"layers", "mtp_head", b"mtp_head", "pid", b"pid", "port", b"port", "prompt_lookup", b"prompt_lookup", "published_sampling", b"published_sampling", "read_key", b"read_key", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2925,6 +2939,8 @@ class ReadBegin(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     HIDDEN_FIELD_NUMBER: _builtins.int
+    LAST_APART_FIELD_NUMBER: _builtins.int
+    SCHEDULE_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     key: _builtins.str
     """CachedPrefix.key of the caller: refused unless it is the runner's own"""
@@ -2937,9 +2953,15 @@ class ReadBegin(_message.Message):
     """that the caller has already"""
     hidden: _builtins.bool
     """the hidden states of all rows go back; else of the prompt's last"""
+    last_apart: _builtins.bool
+    """the whole model reads a prompt's last row apart"""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """ids of the whole prompt; below 0: rows of images"""
+
+    @_builtins.property
+    def schedule(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """rows of each forward over the prompt, from its first"""
 
     def __init__(
         self,
@@ -2953,10 +2975,12 @@ class ReadBegin(_message.Message):
         tokens: _abc.Iterable[_builtins.int] | None = ...,
         rows: _builtins.int = ...,
         hidden: _builtins.bool = ...,
+        last_apart: _builtins.bool = ...,
+        schedule: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "end_layer", b"end_layer", "first_layer", b"first_layer", "hidden", b"hidden", "key", b"key", "placement", b"placement", "request", b"request", "rows", b"rows", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "end_layer", b"end_layer", "first_layer", b"first_layer", "hidden", b"hidden", "key", b"key", "last_apart", b"last_apart", "placement", b"placement", "request", b"request", "rows", b"rows", "schedule", b"schedule", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

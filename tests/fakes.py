@@ -376,5 +376,9 @@ class OneHead:
     async def report(self, head: NodeId, report: pb.AttemptReport) -> None:
         self.claims.report(report)
 
+    def has_readers(self, model: ModelId) -> bool:
+        del model
+        return False
+
     def generators(self, model: ModelId) -> Mapping[PlacementId, Endpoint]:
         return {}

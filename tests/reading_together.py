@@ -11,10 +11,12 @@ from prefixes import probabilities
 from exo_node.mtp.caches.rollback import cache_arrays, holds_rows, row_count, state_arrays
 from exo_node.placement.errors import ExoNodeError, PeerLost
 from exo_node.proto import peer_pb2 as pb
+from exo_node.proto.fields import changed
 from exo_node.shard.checkpoint.files import Buffer
 from exo_node.shard.checkpoint.prefix_files import PrefixReceiver, StoredTensor, pieces_of
 from exo_node.shard.engine.answers.events import AnswerEnd, Delta
 from exo_node.shard.engine.answers.text_engine import TextEngine
+from exo_node.shard.engine.layer_engine import LayerEngine
 from exo_node.shard.engine.reading.layer_rows import LayerForm, Wanted
 from exo_node.shard.engine.reading.link import LayerRange, ReadOutcome, ReadTrip
 from exo_node.shard.engine.request import Parameters, Request
@@ -29,7 +31,7 @@ Change = Callable[[int, int, bytes], bytes]
 
 @dataclass(slots=True)
 class _Reader:
-    engine: TextEngine
+    engine: TextEngine | LayerEngine
     layers: LayerRange
     request: Request | None = None
     returned: list[bytes] = field(default_factory=list[bytes])
@@ -40,7 +42,7 @@ class LocalReaders:
 
     def __init__(
         self,
-        engines: Sequence[TextEngine],
+        engines: Sequence[TextEngine | LayerEngine],
         layers: Sequence[LayerRange],
         limits: StageLimits,
         change: Change = lambda _reader, _number, data: data,
@@ -59,28 +61,23 @@ class LocalReaders:
     def open(
         self,
         forms: Sequence[LayerForm],
-        prompt: Sequence[int],
-        begin: int,
+        begin: pb.ReadBegin,
         states: Sequence[Iterator[Buffer]],
-        *,
-        drafts: bool,
     ) -> None:
-        self._forms, self._drafts = forms, drafts
+        self._forms = forms
         self.outcome.nodes = [f"reader-{i}" for i in range(len(self._readers))]
         for number, reader in enumerate(self._readers):
-            hidden = drafts or number < len(self._readers) - 1
-            wire = pb.ReadBegin(
+            wire = changed(
+                begin,
                 request="r",
                 attempt=1,
                 first_layer=reader.layers.first,
                 end_layer=reader.layers.end,
-                tokens=prompt,
-                rows=begin,
-                hidden=hidden,
+                hidden=begin.hidden or number < len(self._readers) - 1,
             )
             prefix = None
             if states:
-                wanted, form = Wanted(0, begin, True, 0), forms[number]
+                wanted, form = Wanted(0, begin.rows, True, 0), forms[number]
                 receiver = PrefixReceiver(
                     form.bytes(wanted), lambda d, f=form, w=wanted: f.check(w, d)
                 )

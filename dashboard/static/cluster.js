@@ -95,12 +95,14 @@ const Condition = ({ placement: { status, answers, kv_bits: bits } }) => html`
   <span class="muted small">${answerWords(answers)}</span>`;
 
 function Layout({ placement, known }) {
-  const { model, reason, moved, error, stages } = placement;
+  const { model, reason, moved, error, stages, readers = [] } = placement;
+  const helpers = readers.map((each) => `${nameOf(known, each.node)} (${layerRange(each.layers)})`);
   return html`
     <ol class="layers" aria-label=${`Layers of ${model} by node`}>
       ${stages.map((stage, index) => html`<${Segment} key=${index} stage=${stage} known=${known} />`)}
     </ol>
     ${error && html`<p class="notice bad">${sentence(error)}</p>`}
+    ${helpers.length > 0 && html`<p class="muted small">Long prompts are read with ${helpers.join(", ")}</p>`}
     <${Reason} reason=${reason} lead=${moved} />`;
 }
 

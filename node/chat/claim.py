@@ -48,6 +48,10 @@ class Heads(Protocol):
         """The generators of a model's placements that are ready, as heartbeats describe them."""
         ...
 
+    def has_readers(self, model: ModelId) -> bool:
+        """Whether runners only read prompts for that model's generators."""
+        ...
+
 
 class Runners(Protocol):
     """The runners as the entry node calls them."""
@@ -207,14 +211,16 @@ class Claim:
 async def replica_prefixes(
     heads: Heads, runners: Runners, request: GenerationRequest, timing: Timing
 ) -> list[pb.ReplicaPrefix]:
-    """Asks each replica of the model how much of the prompt it has cached; none if there is one.
+    """Asks each replica of the model how much of the prompt it has cached; none if nobody else can
+    have a part in reading it.
 
     All of them render the same prompt, so one that takes much longer than the first is not waited
     for. It may be chosen all the same.
     """
     sharing = request.sharing
     generators = heads.generators(request.model)
-    if len(generators) < 2 or (sharing.HasField("cache") and not sharing.cache):
+    is_alone = len(generators) < 2 and not (generators and heads.has_readers(request.model))
+    if is_alone or (sharing.HasField("cache") and not sharing.cache):
         return []
     calls = {
         name: asyncio.ensure_future(

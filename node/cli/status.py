@@ -114,8 +114,17 @@ def placement_row(placement: Json, names: Mapping[Any, str]) -> tuple[str, str, 
         f"{names.get(stage.get('node'), text_of(stage.get('node')))} {_layers(stage)}"
         for stage in placement.get("stages", [])
     ]
+    stages[-1:] = [" + ".join([*stages[-1:], *_readers(placement, names)])]
     drafting = _drafting(placement.get("drafting"))
     return text_of(placement.get("model")), state, " → ".join(stages), drafting
+
+
+def _readers(placement: Json, names: Mapping[Any, str]) -> list[str]:
+    """The nodes that only read prompts for it, with their layers."""
+    return [
+        f"{names.get(each.get('node'), text_of(each.get('node')))} reads {_layers(each)}"
+        for each in placement.get("readers", [])
+    ]
 
 
 def _totals_row(model: str, totals: Json) -> tuple[str, ...]:

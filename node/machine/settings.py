@@ -31,6 +31,7 @@ LOAD_TIMEOUT_S: Final = 300
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LogFormat = Literal["human", "json"]
 Kernels = Literal["auto", "mlx"]
+Readers = Literal["0", "copies", "1"]
 
 DEFAULT_PORT: Final = 52415
 DEFAULT_GRPC_PORT: Final = 52416
@@ -103,7 +104,7 @@ class Settings(BaseModel):
     prefix_disk_gb: Annotated[float, BeforeValidator(values.as_gigabytes)] | None = None
     batching_enabled: Switch = True
     prompt_lookup_enabled: Switch = True
-    readers: Switch = True
+    readers: Annotated[Readers, BeforeValidator(values.as_choice(Readers))] = "copies"
     measure_at_load: Switch = False
     loop_guard: Switch = True
     kv_bits: Annotated[int, BeforeValidator(values.as_kv_bits)] | None = None

@@ -10,6 +10,7 @@ placements.py: the loop: observes, reconciles, performs; requests and losses com
 plan_wire.py: plans on the wire, as every runner carries them
 planner_view.py: what the planner sees of the live nodes
 planning.py: the planner as the reconciler asks it, and the cards of what it may plan
+readers.py: runners that only read prompts for others
 reconcile.py: what the head does next; pure
 replicas.py: placements of one model: how many, where, or why not; which one answers; pure
 room.py: room for one more model, which others give; pure

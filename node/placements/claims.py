@@ -171,16 +171,18 @@ class Claims:
         wire.prompt_lookup = not request.HasField("num_draft_tokens")
         placed.reason = assignment.reason
         if (source := assignment.source) is not None and source.endpoints:
-            placed.prefix_source.CopyFrom(_source(source))
+            generator = source.generator
+            placed.prefix_source.CopyFrom(
+                pb.PrefixSource(placement=source.id, ready=generator.ready, node=generator.node)
+            )
         placed.read_reason = assignment.read_reason
-        if all(reader.endpoints for reader, _ in assignment.readers):
-            placed.readers.extend(
-                pb.Reader(
-                    source=_source(reader),
-                    first_layer=layers.first_layer,
-                    end_layer=layers.end_layer,
-                )
-                for reader, layers in assignment.readers
+        for runner, layers in assignment.readers:
+            placed.readers.add(
+                source=pb.PrefixSource(
+                    placement=runner.key.placement, ready=runner.ready, node=runner.key.node
+                ),
+                first_layer=layers.first_layer,
+                end_layer=layers.end_layer,
             )
         placed.sampling.update(record.card.sampling.by_field)
         return placed
@@ -250,12 +252,6 @@ def _check_use(card: ModelCard, *, embeds: bool) -> None:
 
 
 _POLICIES: dict[str, DraftPolicy] = {"fixed": "fixed", "adaptive": "adaptive"}
-
-
-def _source(record: LoadedPlacement) -> pb.PrefixSource:
-    """The runner of a whole model, as another replica's runner reaches it."""
-    generator = record.generator
-    return pb.PrefixSource(placement=record.id, ready=generator.ready, node=generator.node)
 
 
 def _bounded(prefix: pb.CachedPrefix) -> pb.CachedPrefix:

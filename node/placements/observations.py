@@ -160,6 +160,8 @@ class Observations:
             if kind == "loss":
                 return
             kind = "node"
+        if runner.is_reader and kind != "gone":
+            kind = "extra"  # no answer depends on it
         failure = RunnerFailure(runner.plan.model, node, kind, self._clock(), name, stage, error)
         self.failures.append(failure)
 
@@ -228,6 +230,6 @@ def promised(runners: Iterable[StageRunner]) -> Mapping[NodeId, Mapping[ModelId,
     promises: dict[NodeId, dict[ModelId, int]] = {}
     for runner in runners:
         of_node = promises.setdefault(runner.key.node, {})
-        size = runner.plan.memory[runner.key.stage]
+        size = runner.plan.promised(runner.key.stage)
         of_node[runner.plan.model] = of_node.get(runner.plan.model, 0) + size
     return promises

@@ -337,12 +337,10 @@ class Placements:
                 continue
             record.activity.give(here.now, route.reading_s)
             source = None if route.source is None else self.find(route.source)
-            readers = [(self.find(each), layers) for each, layers in route.readers]
-            known = [(found, layers) for found, layers in readers if found is not None]
-            assignment = Assignment(record, route.reading_s, source, route.reason)
-            if len(known) == len(readers):
-                assignment = replace(assignment, readers=known, read_reason=route.read_reason)
-            self._requests.give(waiter, assignment)
+            found = [(self._observations.get(key), layers) for key, layers in route.readers]
+            readers = [(runner, layers) for runner, layers in found if runner is not None]
+            why = route.reason, readers, route.read_reason
+            self._requests.give(waiter, Assignment(record, route.reading_s, source, *why))
             here.observed = self._observed(here.observed.nodes)  # with this answer
 
     async def _wait(self, waiter: Waiter) -> Assignment:

@@ -30,6 +30,19 @@ def plan_to_wire(staged: StagedPlan) -> pb.PlacementPlan:
         mtp_off_reason=plan.mtp_off_reason,
         frugal=staged.frugal,
         displaced=staged.displaced,
+        reader=_reader_to_wire(staged),
+    )
+
+
+def _reader_to_wire(staged: StagedPlan) -> pb.PlannedStage | None:
+    if staged.reader is None:
+        return None
+    layers, size = staged.reader
+    return pb.PlannedStage(
+        node=layers.node,
+        first_layer=layers.first_layer,
+        end_layer=layers.end_layer,
+        memory_bytes=size,
     )
 
 
@@ -43,8 +56,13 @@ def plan_from_wire(spec: pb.StageSpec) -> StagedPlan | None:
     borders = [0, *(stage.end_layer for stage in stages[:-1])]
     if not stages or [stage.first_layer for stage in stages] != borders:
         return None
+    reader = None
     if spec.stage >= len(stages):
-        return None
+        if not message.HasField("reader"):
+            return None
+        own = message.reader
+        layers = StageAssignment(NodeId(own.node), own.first_layer, own.end_layer)
+        reader = layers, own.memory_bytes
     desired = desired_from_wire(message.desired, 0.0)
     plan = NodePlan(
         model=ModelId(spec.model),
@@ -60,4 +78,4 @@ def plan_from_wire(spec: pb.StageSpec) -> StagedPlan | None:
         prefill_chunk=spec.prefill_chunk,
     )
     memory = tuple(each.memory_bytes for each in message.stages)
-    return StagedPlan(plan, desired.options, memory, message.frugal, message.displaced)
+    return StagedPlan(plan, desired.options, memory, message.frugal, message.displaced, reader)

@@ -221,6 +221,7 @@ def node_facts(
         prefill_s=times.prefill_s * MOST / max(1, times.prefill_rows) if times else 0.0,
         profile_dtype=times.dtype if times else "",
         reads=f.reads,
+        keeps_readers=f.keeps_readers,
         chunk_limit=limit_of(times.chunk_limit, times.chunk_fault) if times else None,
         dtype=f.dtype if f.dtype in BYTES else "auto",
         float32_products=f.float32_products,

@@ -13,6 +13,7 @@ from typing import Final
 
 from ...placement.card import ModelCard
 from ...placement.cluster import ClusterView, StageAssignment
+from ...placement.cost import ModelSizes
 from ...placement.errors import ExoNodeError, ModelNotFound
 from ...placement.ids import ModelId, NodeId, PlacementId
 from ...placement.options import PlanOptions
@@ -28,6 +29,8 @@ from .state import StagedPlan, StageRunner
 log = logging.getLogger(__name__)
 
 _CACHED: Final = 256
+LONG_PROMPT: Final = 16_384
+"""Rows of the prompts for which a reader's layers are chosen."""
 _Cost = Callable[[ModelCard, ClusterView, Sequence[StageAssignment], str], float]
 _Question = tuple[ModelCard, ClusterView, PlanOptions, SplitRefusal]
 
@@ -110,7 +113,7 @@ class PlannerView:
         self,
         plan: StagedPlan,
         answering: NodeId,
-        others: Mapping[NodeId, int],
+        others: Mapping[NodeId, tuple[int, int]],
         rows: int,
         cached_rows: int,
     ) -> ReadingPlan:
@@ -125,12 +128,34 @@ class PlannerView:
         }
         readers = [
             reader
-            for node, busy in others.items()
+            for node, (first, busy) in others.items()
             if node in nodes
-            and (reader := reader_of(node, row_s[node], view.between(answering, node), busy))
+            and (reader := reader_of(node, row_s[node], view.between(answering, node), busy, first))
         ]
         names = {node: facts.name for node, facts in nodes.items()}
         return plan_reading(rows, cached_rows, row_s[answering], readers, sizes, names)
+
+    def reader(
+        self, plan: StagedPlan, answering: NodeId, node: NodeId, free: int
+    ) -> StagedPlan | None:
+        card, view = self._cards.get(plan.model), self._facts.view(plan.model)
+        facts = {each.id: each for each in view.nodes}
+        own, other = facts.get(answering), facts.get(node)
+        if card is None or own is None or other is None or plan.model not in other.models:
+            return None
+        if not other.keeps_readers or (own.backend, own.chip) != (other.backend, other.chip):
+            return None  # another chip would compute other bits
+        sizes = ModelSizes.of(loaded_card(card, plan.plan), plan.plan.context_length)
+        layers = range(1, card.num_layers)
+        fits = (n for n in layers if sizes.need(n, card.num_layers, generator=False) <= free)
+        if (first := next(fits, None)) is None:
+            return None
+        wanted = self.reading(plan, answering, {node: (first, 0)}, LONG_PROMPT, 0)
+        if not wanted.readers:
+            return None
+        first = wanted.readers[0].first_layer
+        need = sizes.need(first, card.num_layers, generator=False)
+        return replace(plan, reader=(StageAssignment(node, first, card.num_layers), need))
 
     def lacks_head(self, plan: StagedPlan, generator: StageRunner) -> bool:
         card, spec = self._cards.get(plan.model), generator.spec

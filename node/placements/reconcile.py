@@ -12,6 +12,7 @@ from typing import Literal
 from ...placement.errors import ExoNodeError
 from ...placement.ids import NodeId
 from ..cluster.desired import Desired
+from .readers import free_readers, keep_readers
 from .replicas import add_replica, beside_replicas, replica_nodes, scale
 from .room import make_room
 from .situation import TRIES, ObservedPlacement, Situation, complete_epochs
@@ -56,11 +57,14 @@ def reconcile(
     for each in here.desired:
         _unload_rest(here, each, is_needed=each in needed)
     unplaced = [each for each in needed if here.current(each) is None and not each.removed]
+    if unplaced and free_readers(here, f"{unplaced[0].model} needs the room"):
+        return here.actions  # their memory decides where it goes
     for each in unplaced:
         _load(here, each, frugal=len(unplaced) > 1)
     for each in needed:
         scale(here, each)
         add_replica(here, each)
+    keep_readers(here, needed)
     return here.actions
 
 
@@ -246,6 +250,8 @@ def _unload_rest(here: Situation, desired: Desired, *, is_needed: bool) -> None:
             if not _may_unload(here, runner):
                 continue
             if stays:
+                if runner.is_reader and placement.connected:
+                    continue  # see `keep_readers`
                 if runner is placement.owners.get(runner.key.stage):
                     continue
                 if _is_next_owner(here, desired, placement, runner):

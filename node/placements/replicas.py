@@ -11,8 +11,9 @@ from ...placement.ids import NodeId, PlacementId
 from ...placement.reading import ReaderLayers
 from ...proto import peer_pb2 as pb
 from ..cluster.desired import Desired
+from .readers import free_readers, readers_of
 from .situation import ObservedPlacement, Situation
-from .state import Demand, Scale, StagedPlan
+from .state import Demand, RunnerKey, Scale, StagedPlan
 
 MAX_REPLICAS: Final = 8
 """Replicas of one model."""
@@ -99,7 +100,7 @@ def add_replica(here: Situation, desired: Desired) -> None:
     if here.now - max(failed, default=-inf) < here.timing.refill_every_s:
         return
     planned = planned_replica(here, desired)
-    if isinstance(planned, ExoNodeError):
+    if isinstance(planned, ExoNodeError) or free_readers(here, f"{desired.model} needs the room"):
         return
     here.place(planned, extra=True)
 
@@ -113,15 +114,17 @@ def replica_nodes(
         for other in here.replicas(desired)
         if placement is None or other.id != placement.id
         for runner in other.runners
+        if not runner.is_reader
     }
 
 
 def beside_replicas(
     here: Situation, desired: Desired, placement: ObservedPlacement | None = None
 ) -> dict[NodeId, int]:
-    """Free bytes of the nodes on which no other placement of the model stays."""
+    """Free bytes of the nodes on which no other placement of the model stays; readers go first."""
     barred = replica_nodes(here, desired, placement) | here.doubtful()
-    return {node: unused for node, unused in here.free.items() if node not in barred}
+    free = here.without(here.free, readers_of(here))
+    return {node: unused for node, unused in free.items() if node not in barred}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +140,8 @@ class ReplicaRoute:
     """The reason of the choice, for a person."""
     is_at_home: bool = True
     """No other replica has more of its prompt."""
-    readers: tuple[tuple[PlacementId, ReaderLayers], ...] = ()
-    """The replicas that read upper layers of its prompt, in order."""
+    readers: tuple[tuple[RunnerKey, ReaderLayers], ...] = ()
+    """The runners that read upper layers of its prompt, in order."""
     read_reason: str = ""
     """Why those, or none."""
 
@@ -158,7 +161,7 @@ def admit(
         candidates = [placement for placement in retiring if placement.connected][:1]
     free = [placement for placement in candidates if placement.id not in here.observed.busy]
     if len(free) <= 1:
-        return ReplicaRoute(free[0]) if free else None
+        return _with_readers(here, ReplicaRoute(free[0]), free, prefixes or {}) if free else None
     return _quickest(here, free, prefixes or {})
 
 
@@ -177,21 +180,28 @@ def _with_readers(
     candidates: Sequence[ObservedPlacement],
     prefixes: _Prefixes,
 ) -> ReplicaRoute:
-    """The route with the other replicas that read its prompt too, where that is quicker."""
+    """The route with the replicas and readers that read its prompt too, where that is quicker."""
     placement = route.placement
     own = prefixes.get(placement.id)
     if own is None or not own.key or len(placement.plan) > 1:
         return route
     held = own if route.source is None else prefixes[route.source]
     others = {
-        each.nodes[0]: each
+        each.nodes[0]: each.owners[0].key
         for each in candidates
         if each is not placement and each.id in prefixes and prefixes[each.id].key == own.key
     }
-    busy = {node: _work_on(here, each) for node, each in others.items()}
+    busy = {
+        each.nodes[0]: (1, _work_on(here, each)) for each in candidates if each.nodes[0] in others
+    }
+    for runner in placement.others:
+        key = None if runner.ready is None else runner.ready.read_key
+        if runner.is_reader and runner.state == "ready" and key == own.key and runner.plan.reader:
+            others[runner.key.node] = runner.key
+            busy[runner.key.node] = runner.plan.reader[0].first_layer, runner.requests
     answering = placement.nodes[0]
     plan = here.view.reading(placement.plan, answering, busy, own.prompt_rows, held.rows)
-    readers = tuple((others[each.node].id, each) for each in plan.readers)
+    readers = tuple((others[each.node], each) for each in plan.readers)
     seconds = plan.seconds if readers else route.reading_s
     return replace(route, reading_s=seconds, readers=readers, read_reason=plan.reason)
 

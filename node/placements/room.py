@@ -10,6 +10,7 @@ from math import inf
 from ...placement.errors import ExoNodeError
 from ...placement.ids import NodeId
 from ..cluster.desired import Desired
+from .readers import readers_of
 from .situation import ObservedPlacement, Situation
 from .state import GiveUp, Release, StagedPlan
 
@@ -62,7 +63,7 @@ def free_with_evictions(here: Situation, desired: Desired) -> dict[NodeId, int]:
     """Bytes by node that `desired` may have in place of its own placements and of idle models."""
     own = [r for placement in here.placements[desired.model] for r in placement.runners]
     idle = (runner for _, placement in _idle(here, desired) for runner in placement.runners)
-    return here.without(here.free, [*here.ending(), *own, *idle])
+    return here.without(here.free, {*here.ending(), *own, *idle, *readers_of(here)})
 
 
 def _idle(here: Situation, placing: Desired) -> list[Holder]:

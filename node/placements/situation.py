@@ -340,7 +340,7 @@ class Situation:
             self.load(Load(RunnerKey(node, name, stage), plan, extra))
 
     def load(self, action: Load) -> None:
-        self.free[action.key.node] -= action.plan.memory[action.key.stage]
+        self.free[action.key.node] -= action.plan.promised(action.key.stage)
         self.actions.append(action)
 
     def unload(self, runner: StageRunner, why: str, *, kill: bool = False) -> None:

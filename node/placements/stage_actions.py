@@ -24,7 +24,7 @@ from .loaded_placement import epoch_to_wire
 from .observations import Observations
 from .placement_records import PlacementRecords
 from .plan_wire import plan_to_wire
-from .stage_specs import build_specs, spec_like
+from .stage_specs import build_specs, reader_spec, spec_like
 from .stages import Facts, Stages
 from .state import Connect, Epoch, FailureKind, Load, RunnerKey, StagedPlan, StageRunner, Unload
 
@@ -135,6 +135,10 @@ class StageActions:
         key, plan = action.key, action.plan
         runners = (r for r in self._observations.runners if r.key.placement == key.placement)
         if (other := next((r.spec for r in runners if r.spec is not None), None)) is not None:
+            if plan.reader is not None:
+                spec = reader_spec(other, card, plan.plan, plan.reader[0], key.stage)
+                spec.plan.CopyFrom(plan_to_wire(plan))
+                return spec
             return spec_like(other, card, plan.plan, key.stage)
         generator = plan.nodes[0]
         specs = build_specs(

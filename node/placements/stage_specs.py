@@ -90,6 +90,20 @@ def spec_like(other: pb.StageSpec, card: ModelCard, plan: Placement, number: int
     return spec
 
 
+def reader_spec(
+    generator: pb.StageSpec, card: ModelCard, plan: Placement, layers: StageAssignment, number: int
+) -> pb.StageSpec:
+    """The specification of a reader, after that of its placement's generator. `number`: its own,
+    behind those of the stages."""
+    spec = pb.StageSpec()
+    spec.CopyFrom(generator)
+    spec.stage, spec.first_layer, spec.end_layer = number, layers.first_layer, layers.end_layer
+    sizes = ModelSizes.of(loaded_card(card, plan), plan.context_length)
+    spec.prefix_cache_bytes = _prefix_room(sizes, layers, mtp=False)
+    spec.measure_layers = False
+    return spec
+
+
 def _prefix_room(sizes: ModelSizes, stage: StageAssignment, *, mtp: bool) -> int:
     """Bytes for prompts that were read and requests in progress: a whole context, and half of the
     headroom for the recurrent states at their borders. A chunk has the other half."""

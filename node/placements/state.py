@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal, NamedTuple, Protocol
 
+from ...placement.cluster import StageAssignment
 from ...placement.errors import ExoNodeError
 from ...placement.ids import ModelId, NodeId, PlacementId
 from ...placement.options import PlanOptions
@@ -59,6 +60,9 @@ class StagedPlan:
     """Without memory that it can do without."""
     displaced: bool = False
     """Made while nodes were missing or failed: planned again when the model is idle."""
+    reader: tuple[StageAssignment, int] | None = None
+    """Upper layers, and the promised memory, of a runner that reads prompts for this placement: its
+    number is none of the stages'."""
 
     @property
     def model(self) -> ModelId:
@@ -70,6 +74,12 @@ class StagedPlan:
 
     def __len__(self) -> int:
         return len(self.memory)
+
+    def promised(self, stage: int) -> int:
+        """Bytes that the runner of a stage, or that reader, is promised."""
+        if stage < len(self.memory):
+            return self.memory[stage]
+        return 0 if self.reader is None else self.reader[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +104,12 @@ class StageRunner:
 
     @property
     def memory(self) -> int:
-        return max(self.plan.memory[self.key.stage], self.used_memory)
+        return max(self.plan.promised(self.key.stage), self.used_memory)
+
+    @property
+    def is_reader(self) -> bool:
+        """Whether it has upper layers, only to read prompts for the placement's generator."""
+        return self.key.stage >= len(self.plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,12 +225,19 @@ class PlanningView(Protocol):
         self,
         plan: StagedPlan,
         answering: NodeId,
-        others: Mapping[NodeId, int],
+        others: Mapping[NodeId, tuple[int, int]],
         rows: int,
         cached_rows: int,
     ) -> ReadingPlan:
-        """Who reads a prompt of `rows` rows on a whole model's placement. `others`: nodes with
-        another one, and how many answers and prompts each has."""
+        """Who reads a prompt of `rows` rows on a whole model's placement. `others`: the first layer
+        that each other node has, and how many answers and prompts it has."""
+        ...
+
+    def reader(
+        self, plan: StagedPlan, answering: NodeId, node: NodeId, free: int
+    ) -> StagedPlan | None:
+        """The plan with a reader on a node with `free` bytes; None if it has not the model's files,
+        no room, or nothing to gain."""
         ...
 
     def lacks_head(self, plan: StagedPlan, generator: StageRunner) -> bool:

@@ -12,6 +12,7 @@ from ...placement.reading import ReaderLayers
 from ...proto import peer_pb2 as pb
 from ..cluster.desired import Desired
 from .loaded_placement import LoadedPlacement
+from .state import StageRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,8 @@ class Assignment:
     """The replica whose cached state is to be copied first."""
     reason: str = ""
     """The reason of the choice, for a person."""
-    readers: Sequence[tuple[LoadedPlacement, ReaderLayers]] = ()
-    """The replicas that read upper layers of its prompt, in order."""
+    readers: Sequence[tuple[StageRunner, ReaderLayers]] = ()
+    """The runners that read upper layers of its prompt, in order."""
     read_reason: str = ""
     """Why those, or none."""
 

@@ -120,11 +120,13 @@ class _MembershipService(peer_pb2_grpc.MembershipServicer):
 
 def _check_stage(spec: pb.StageSpec) -> None:
     """Refuses names that no head uses, as they are written to logs. Raises InvalidRequest."""
+    upper = spec.first_layer > 0 and spec.end_layer == spec.num_layers
+    reads = upper and spec.num_stages == 1 and spec.plan.HasField("reader")
     checks = (
         ("placement", _PLACEMENT.fullmatch(spec.placement), "1 to 64 letters, digits, - or _"),
         ("model", 0 < len(spec.model) <= 256 and spec.model.isprintable(), "a model's id"),
         ("dtype", spec.dtype in BYTES, f"one of {', '.join(BYTES)}"),
-        ("stage", spec.stage < spec.num_stages, "less than num_stages"),
+        ("stage", spec.stage < spec.num_stages or reads, "less than num_stages, but of a reader"),
         ("end_layer", spec.first_layer < spec.end_layer <= spec.num_layers, "within num_layers"),
     )
     for field, good, expected in checks:

@@ -7,6 +7,7 @@ drafter.py: drafts for the requests of a batch
 engine.py: the loop: plan, issue, read, commit, deliver
 executor.py: carries out steps on this node's device
 issued_round.py: a round in flight, and its outcome
+layer_engine.py: reads layers of prompts that other runners answer
 loop_guard.py: ends an answer that repeats itself
 measuring.py: measurements of a stage while it has nothing else to compute
 options.py: the engine's part of a stage's specification

@@ -91,7 +91,7 @@ class PromptReadings:
             assert self._views is not None, "the service drops readers otherwise"
             borders = self._prefixes.borders(request.path, state.rows)
             reading = SharedReading(
-                self._views, readers, state, request.prompt, borders, request.key
+                self._views, readers, state, request.prompt, request.ends, borders, request.key
             )
         except VIEW_FAULTS as fault:
             readers.outcome.reason = f"read alone: {reading_fault(fault)}"

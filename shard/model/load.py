@@ -103,7 +103,7 @@ def _load(spec: pb.StageSpec, report: Report) -> Loaded:
     # First: a split cannot help an unknown architecture.
     model = open_model(checkpoint.folder, pooling=spec.pooling)
     require_layers(model, spec.first_layer, spec.end_layer)
-    if spec.num_stages > 1:
+    if spec.num_stages > 1 or spec.first_layer:
         report(pb.LoadProgress(step="checking that it can be split"))
         first, end = spec.first_layer, spec.end_layer
         require_splittable(checkpoint.config, first, end, spec.profile_folder)
@@ -124,7 +124,7 @@ def _load(spec: pb.StageSpec, report: Report) -> Loaded:
     stage = StageModel(model, spec.first_layer, spec.end_layer, kv, positions)
     limits = _limits(spec, checkpoint.config, vision)
     stage.check_quantised(limits.hidden_size, dtype, source_of(spec.kv_bits_source))
-    if spec.num_stages > 1:
+    if spec.num_stages > 1 or spec.first_layer:
         stage.require_width(limits.hidden_size)
     head, head_state, head_bytes = None, spec.mtp_off_reason, 0
     if generator and spec.native_mtp:

@@ -37,6 +37,7 @@ from ...proto.grpc_options import SERVER_OPTIONS
 from ..engine.answers.embedding_engine import EmbeddingEngine
 from ..engine.answers.text_engine import TextEngine
 from ..engine.compute import ComputeThread
+from ..engine.layer_engine import LayerEngine
 from ..engine.measuring import Measuring
 from ..engine.options import EngineOptions
 from ..engine.prefixes.disk import PrefixDisk
@@ -100,6 +101,8 @@ class Runner:
         self._compute = ComputeThread(on_death=self._on_compute_death)
         self._stage: StageService | None = None
         self._disk: PrefixDisk | None = None
+        self._read_key = ""
+        """Of a runner that reads for others only: see `shared_prefix_key`."""
         self._prompts = PromptEncoder()
         self._fence = EpochFence(self._spec.stage)
         self._report = StateReport(self._spec, parent, self._compute, self._fence)
@@ -194,6 +197,8 @@ class Runner:
         if spec.pooling:
             return await serve_embeddings(server, loaded, spec, self._compute, self._prompts)
         self._disk = prefix_disk_of(spec, loaded)
+        if spec.stage >= spec.num_stages:
+            return await self._serve_reads(server, loaded)
         if spec.stage:
             budget, caches = spec.prefix_cache_bytes, loaded.model.make_caches
             prefixes = PrefixStore(budget, caches, self._disk)
@@ -228,6 +233,17 @@ class Runner:
             expected, engine, self._compute, self._prompts, sender, fetcher, readers
         )
         peer_pb2_grpc.add_GeneratorServicer_to_server(generator, server)
+        return engine
+
+    async def _serve_reads(self, server: grpc.aio.Server, loaded: Loaded) -> LayerEngine:
+        """Serves a runner that has upper layers for the prompts of others. Raises LoadFailed where
+        its states may not move."""
+        self._read_key = await asyncio.to_thread(shared_prefix_key, self._spec, loaded)
+        if not self._read_key:
+            raise LoadFailed("its states cannot move between nodes")
+        engine = LayerEngine(loaded, EngineOptions.of(self._spec), time.perf_counter)
+        service = ReadService(loaded.expected, self._read_key, engine, self._compute)
+        peer_pb2_grpc.add_ReadingServicer_to_server(service, server)
         return engine
 
     def _prefix_exchange(
@@ -320,6 +336,7 @@ class Runner:
             kernels=used(loaded.kernels),
             images=loaded.images,
             prompt_lookup=lookup,
+            read_key=self._read_key,
             published_sampling=loaded.codec.published_sampling if loaded.codec else {},
         )
 

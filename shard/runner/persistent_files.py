@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from ...placement.errors import ExoNodeError
 from ...proto import peer_pb2 as pb
+from ...proto.fields import changed
 from ..checkpoint.checkpoint import sample_digest
 from ..checkpoint.prefix_files import FORMAT
 from ..engine.answers.draft_profile import DraftProfile, DraftProfileKey
@@ -67,6 +68,8 @@ def shared_prefix_key(spec: pb.StageSpec, loaded: Loaded) -> str:
     """
     if spec.num_stages > 1 or not spec.prefix_cache_bytes:
         return ""
+    if spec.first_layer:  # a reader's caches are those of the whole model's upper layers
+        spec = changed(spec, stage=0, first_layer=0, end_layer=spec.num_layers)
     try:
         weights = sample_digest(Path(spec.path))
     except (OSError, ExoNodeError) as fault:

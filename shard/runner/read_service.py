@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -12,8 +13,8 @@ from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ...proto.bounds import fault as out_of_bounds
 from ..checkpoint.prefix_files import PrefixReceiver, ReceivedPrefix, StoredTensor, pieces_of
-from ..engine.answers.text_engine import TextEngine
 from ..engine.compute import ComputeThread
+from ..engine.layer_engine import ReadsLayers
 from ..engine.prefixes.encoding import CONTENT_FAULTS
 from ..engine.reading.layer_rows import Wanted
 from ..engine.reading.views import VIEW_FAULTS
@@ -37,10 +38,10 @@ class ReadService(peer_pb2_grpc.ReadingServicer):
     """Reads layers of prompts that other runners answer."""
 
     def __init__(
-        self, limits: StageLimits, key: str, engine: TextEngine, compute: ComputeThread
+        self, limits: StageLimits, key: str, engine: ReadsLayers, compute: ComputeThread
     ) -> None:
         """`key`: see `persistent_files.shared_prefix_key`."""
-        self._limits = limits
+        self._limits = replace(limits, stage=1)
         self._key = key
         self._engine = engine
         self._compute = compute
@@ -89,8 +90,17 @@ class ReadService(peer_pb2_grpc.ReadingServicer):
             raise InvalidRequest(
                 f"tokens must be 1 to {limits.context_length} ids of the vocabulary", param="tokens"
             )
-        if not 0 < begin.first_layer < begin.end_layer <= self._engine.num_layers:
-            raise InvalidRequest("the layers are none of this model's upper ones", param="layers")
+        least = max(1, self._engine.first_layer)
+        if not least <= begin.first_layer < begin.end_layer <= self._engine.num_layers:
+            raise InvalidRequest("the layers are none of the upper ones here", param="layers")
+        schedule = begin.schedule
+        fits = sum(schedule) == len(tokens) and 1 <= min(schedule) <= max(schedule)
+        if not fits or max(schedule) > limits.max_rows:
+            raise InvalidRequest(
+                f"schedule must be forwards of 1 to {limits.max_rows} rows that add up to those "
+                "of tokens",
+                param="schedule",
+            )
         if self._reads >= MOST_READS:
             raise PeerLost(f"{MOST_READS} prompts are being read for others already")
 
@@ -101,7 +111,7 @@ class _Reading:
     def __init__(
         self,
         limits: StageLimits,
-        engine: TextEngine,
+        engine: ReadsLayers,
         compute: ComputeThread,
         begin: pb.ReadBegin,
     ) -> None:

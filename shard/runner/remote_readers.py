@@ -16,6 +16,7 @@ import grpc
 from ...placement.errors import ExoNodeError, InvalidFrame, PeerLost
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
+from ...proto.fields import changed
 from ..checkpoint.files import Buffer
 from ..checkpoint.prefix_files import PrefixReceiver, ReceivedPrefix
 from ..engine.compute import ComputeThread
@@ -76,7 +77,7 @@ class RemoteReaders:
         self.outcome = ReadOutcome(reason=reason)
         self._key = key
         self._credentials = credentials
-        self._limits = limits
+        self._limits = replace(limits, stage=1)
         self._name = parameters.key
         self._wake = wake
         self._loop = asyncio.get_running_loop()
@@ -87,15 +88,12 @@ class RemoteReaders:
     def open(
         self,
         forms: Sequence[LayerForm],
-        prompt: Sequence[int],
-        begin: int,
+        begin: pb.ReadBegin,
         states: Sequence[Iterator[Buffer]],
-        *,
-        drafts: bool,
     ) -> None:
         self._forms = forms
         self.outcome.nodes = [call.source.source.node for call in self._calls]
-        _ = self._loop.call_soon_threadsafe(self._open, prompt, begin, states, drafts)
+        _ = self._loop.call_soon_threadsafe(self._open, begin, states)
 
     def send(self, block: HiddenBlock, wanted: Wanted) -> ReadTrip:
         trip = ReadTrip()
@@ -107,24 +105,19 @@ class RemoteReaders:
 
     # ---- the event loop
 
-    def _open(
-        self, prompt: Sequence[int], begin: int, states: Sequence[Iterator[Buffer]], drafts: bool
-    ) -> None:
+    def _open(self, begin: pb.ReadBegin, states: Sequence[Iterator[Buffer]]) -> None:
+        begin.request, begin.attempt = self._name
+        begin.key = self._key
         for number, call in enumerate(self._calls):
-            source, (request, attempt) = call.source, self._name
-            wire = pb.ReadBegin(
-                placement=source.source.placement,
-                key=self._key,
-                request=request,
-                attempt=attempt,
-                first_layer=source.first_layer,
-                end_layer=source.end_layer,
-                tokens=prompt,
-                rows=begin,
-                hidden=drafts or number < len(self._calls) - 1,
+            own = changed(
+                begin,
+                placement=call.source.source.placement,
+                first_layer=call.source.first_layer,
+                end_layer=call.source.end_layer,
+                hidden=begin.hidden or number < len(self._calls) - 1,
             )
             state = states[number] if states else iter(())
-            run = self._run(number, call, wire, state)
+            run = self._run(number, call, own, state)
             call.task = asyncio.create_task(run, name="a reader's call")
 
     def _pass_on(self, number: int, forward: _Forward) -> None:

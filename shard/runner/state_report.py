@@ -15,6 +15,7 @@ from ...proto.framing import HEAD_BYTES, body_bytes, framed
 from ..engine.answers.embedding_engine import EmbeddingEngine
 from ..engine.answers.text_engine import TextEngine
 from ..engine.compute import ComputeThread
+from ..engine.layer_engine import LayerEngine
 from ..engine.prefixes.disk import PrefixDisk
 from ..engine.stage import StageWorker
 from ..model.fusing import LaterFusing
@@ -23,7 +24,7 @@ from .runner_service import EpochFence
 
 log = logging.getLogger(__name__)
 
-Watched = TextEngine | EmbeddingEngine | StageWorker
+Watched = TextEngine | EmbeddingEngine | StageWorker | LayerEngine
 
 STATE_EVERY_S = 0.25
 READ_PIECE = 4 << 20

@@ -75,3 +75,36 @@ def reads(running: Node) -> bool:
     """Whether a runner of the node has rows of a prompt."""
     nodes = running.call("GET", "/v1/cluster").body["nodes"]
     return any(stage["cache_bytes"] for each in nodes for stage in each["stages"])
+
+
+def readers_of(running: Node) -> list[Any]:
+    placements = running.call("GET", "/v1/placements").body["data"]
+    return [reader for each in placements for reader in each["readers"]]
+
+
+def test_a_node_without_a_copy_holds_upper_layers_to_read(tmp_path: Path) -> None:
+    """It never answers, and goes at once when a copy is wanted in its place."""
+    flags, env = ("--dtype", "float32"), {"EXO_READERS": "1"}
+    with (
+        node(tmp_path / "one", *flags, env=env) as one,
+        node(copy_key(one, tmp_path / "two"), *flags, env=env) as two,
+    ):
+        eventually(lambda: sees(one, 2) and sees(two, 2), WITHIN_S)
+        assert one.call("POST", "/v1/placements", {"model": "demo"}).status == 200
+        eventually(lambda: [r for r in readers_of(one) if r["status"] == "ready"], WITHIN_S)
+        ((first, end),) = [reader["layers"] for reader in readers_of(one)]
+        assert 0 < first < end == 16
+        stats = dict[str, Any]()
+        for seed in range(5):
+            text = prompt(seed)
+            expected, _ = asked(one, text, cache=False, num_draft_tokens=2)
+            ids, stats = asked(one, text, num_draft_tokens=2)
+            assert ids == expected
+            if stats["read_by"]:
+                break
+        assert len(stats["read_by"]) == 1 and stats["read_reason"].startswith("with ")
+        (placed,) = copies(one)
+        assert stats["read_by"] == [readers_of(one)[0]["node"]]
+        assert [stage["node"] for stage in placed["stages"]] != stats["read_by"]
+        _ = one.call("POST", "/v1/placements", {"model": "demo", "replicas": 2})
+        eventually(lambda: len(copies(one)) == 2 and not readers_of(one), WITHIN_S)

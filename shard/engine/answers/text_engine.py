@@ -14,7 +14,7 @@ from ....mtp.drafting.round_policy import RoundPolicy
 from ....mtp.families.table import family_of
 from ....mtp.sampler import Sampler
 from ....mtp.schedule import Schedule
-from ....mtp.types import CacheTier, FinishReason, GenerationStats, Sampling
+from ....mtp.types import CacheTier, FinishReason, GenerationStats
 from ....placement.errors import InvalidRequest
 from ....proto import peer_pb2 as pb
 from ...checkpoint.prefix_files import ReceivedPrefix
@@ -28,6 +28,7 @@ from ...text.stop_strings import StopStrings
 from ..compute import ComputeThread, as_exception
 from ..engine import Engine
 from ..executor import LocalExecutor
+from ..layer_engine import OnFault, read_request
 from ..options import EngineOptions
 from ..pipeline_executor import PipelineExecutor
 from ..prefixes.disk import PrefixDisk
@@ -35,7 +36,6 @@ from ..prefixes.lookup import PrefixLookup
 from ..prefixes.store import PrefixStore
 from ..prompt_images import PromptImages
 from ..reading.layer_read import Deliver as LayerDeliver
-from ..reading.layer_read import LayerRead
 from ..reading.layer_rows import LayerForm
 from ..reading.link import Readers
 from ..reading.views import LayerViews
@@ -90,6 +90,7 @@ class TextEngine:
         vocabulary = loaded.expected.vocabulary
         self.codec = codec
         self._stage, self._options = stage, options
+        self.first_layer, self.num_layers = stage.first, stage.num_layers
         self._kernels = used(loaded.kernels)
         self._clock = clock
         self._link = link
@@ -235,29 +236,11 @@ class TextEngine:
         begin: pb.ReadBegin,
         prefix: ReceivedPrefix | None,
         deliver: LayerDeliver,
-        on_end: Callable[[BaseException], None],
+        on_fault: OnFault,
     ) -> Request:
-        """Adds the reading of some layers of a prompt that another runner answers; `cancel` ends
-        it. Raises LoadFailed, and one of `encoding.CONTENT_FAULTS` for a wrong `prefix`.
-
-        `on_end` gets an error of its forwards.
-        """
-        prompt = list(begin.tokens)
-        read = LayerRead(self._views, begin, prefix, deliver)
+        """See `ReadsLayers`."""
+        request = read_request(self._views, begin, prefix, deliver, on_fault)
         self._engine.cancel_reads()
-        name = f"read-{begin.request}"
-        limits, drafting, sharing = pb.Limits(), pb.Drafting(), pb.Sharing(cache=False)
-        parameters = Parameters(
-            name, begin.attempt, prompt, Sampling(), limits, drafting, sharing=sharing
-        )
-        request = self._new_request(parameters, self.codec.stream(StopStrings(()), ignore_end=True))
-        request.read = read
-
-        def finish(end: FinishReason | BaseException) -> None:
-            if isinstance(end, BaseException):
-                on_end(end)
-
-        request.finish = finish
         self._engine.add(request)
         return request
 
@@ -408,14 +391,8 @@ class TextEngine:
         dtype = self._options.dtype
         return public_fault(fault, parameters.grammar, dtype, is_whole=whole, clear_prefixes=clear)
 
-    @property
-    def num_layers(self) -> int:
-        """Layers of the model."""
-        return self._stage.num_layers
-
     def layer_form(self, first: int, end: int) -> LayerForm:
-        """Compute thread: what the caches of layers [first, end) look like. Raises one of
-        VIEW_FAULTS."""
+        """See `ReadsLayers`."""
         return self._views.form(first, end)
 
     @property

@@ -37,7 +37,7 @@ class LayerRead:
         self._views = views
         self._model: StageModel = views.part(begin.first_layer, begin.end_layer)
         self._form: LayerForm = views.form(begin.first_layer, begin.end_layer)
-        self._returns_hidden = begin.hidden
+        self._returns_hidden, self._last_apart = begin.hidden, begin.last_apart
         self._deliver = deliver
         self._blocks = deque[HiddenBlock]()
         self.rope_positions = self._model.rope_positions
@@ -85,8 +85,8 @@ class LayerRead:
         positions.join(block.tokens)
         shape = (1, block.rows, self._views.hidden_size)
         entering = from_bytes(block.data, self._views.dtype, shape)
-        is_last = block.reply == pb.REPLY_LAST
-        hidden = self._views.hidden(self._model, tokens[None], entering, caches, is_last=is_last)
+        apart = self._last_apart and block.reply == pb.REPLY_LAST
+        hidden = self._views.hidden(self._model, tokens[None], entering, caches, last_apart=apart)
         return ForwardOutput(mx.zeros((0, 1)), hidden)
 
     def commit(self, output: ForwardOutput) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from ....placement.errors import ExoNodeError
+from ....proto import peer_pb2 as pb
 from ...checkpoint.files import Buffer
 from ...checkpoint.prefix_files import ReceivedPrefix
 from ...pipeline.frames import HiddenBlock
@@ -55,17 +56,14 @@ class Readers(Protocol):
     def open(
         self,
         forms: Sequence[LayerForm],
-        prompt: Sequence[int],
-        begin: int,
+        begin: pb.ReadBegin,
         states: Sequence[Iterator[Buffer]],
-        *,
-        drafts: bool,
     ) -> None:
-        """Begins to read a prompt after its first `begin` rows.
+        """Begins to read a prompt after its first `begin.rows` rows.
 
-        `forms`: what each reader's caches look like. `states`: the file of each reader's state
-        after those rows, in pieces that other threads make; empty if there are none. `drafts`:
-        whether the hidden states of all rows are returned; else of the last row.
+        `forms`: what each reader's caches look like. `begin` has what all readers get; `hidden` is
+        the last one's, the others return the hidden states of all rows. `states`: the file of each
+        reader's state after those rows, in pieces that other threads make; empty if there are none.
         """
         ...
 

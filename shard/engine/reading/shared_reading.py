@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 import mlx.core as mx
@@ -83,8 +84,9 @@ class LowerLayers:
         embeddings: mx.array | None = None,
     ) -> ForwardOutput:
         """Appends ids (rows,) to its caches; lazy."""
+        apart = want == "last" and self._views.reads_last_apart
         hidden = self._views.hidden(
-            self._model, tokens[None], None, caches, embeddings, is_last=want == "last"
+            self._model, tokens[None], None, caches, embeddings, last_apart=apart
         )
         return ForwardOutput(mx.zeros((0, 1)), hidden)
 
@@ -98,10 +100,12 @@ class SharedReading:
         readers: Readers,
         state: State,
         prompt: Sequence[int],
+        ends: Sequence[int],
         borders: Borders,
         name: tuple[str, int],
     ) -> None:
-        """`state`: the whole one, after the rows of a cached prefix. `borders`: the states that may
+        """`state`: the whole one, after the rows of a cached prefix. `ends`: the row after each
+        forward over `prompt`. `borders`: the states that may
         be worth caching. `name`: the request's, and its attempt. Raises one of `views.VIEW_FAULTS`.
         """
         self._views, self._readers, self._prompt = views, readers, prompt
@@ -120,9 +124,14 @@ class SharedReading:
         self._forms = [views.form(*layers) for layers in readers.layers]
         self._sent = deque[SentForward]()
         self._mark = self._marked(self._marks(range(len(state.caches))))
-        readers.open(
-            self._forms, prompt, state.rows, list(self._prefixes()), drafts=state.draft is not None
+        begin = pb.ReadBegin(
+            tokens=prompt,
+            rows=state.rows,
+            hidden=state.draft is not None,
+            last_apart=views.reads_last_apart,
+            schedule=[end - begin for begin, end in pairwise((0, *ends))],
         )
+        readers.open(self._forms, begin, list(self._prefixes()))
 
     @property
     def lower_state(self) -> State:

@@ -23,16 +23,18 @@ class LayerViews:
     def __init__(
         self,
         stage: StageModel,
-        target: FamilyTarget | WholeTarget,
+        target: FamilyTarget | WholeTarget | None,
         *,
         hidden_size: int,
         dtype: str,
         context_length: int,
         require_splittable: Callable[[int, int], None],
     ) -> None:
-        """`target`: computes with the whole model. `require_splittable` raises LoadFailed for
-        layers that do not compute the same as in the whole model."""
-        self._reads_last_apart = isinstance(target, WholeTarget) and not target.reads_ends
+        """`target`: computes with the whole model; None where not all of it is here.
+        `require_splittable` raises LoadFailed for layers that do not compute the same as
+        in the whole model."""
+        self.reads_last_apart = isinstance(target, WholeTarget) and not target.reads_ends
+        """Whether the whole model reads a prompt's last row apart."""
         self._stage = stage
         self._target = target
         self._hidden_size = hidden_size
@@ -67,12 +69,13 @@ class LayerViews:
         caches: Sequence[Any],
         embeddings: mx.array | None = None,
         *,
-        is_last: bool,
+        last_apart: bool,
     ) -> mx.array:
         """Appends ids (1, n) to the caches of a part, as the whole model would; lazy. `entering`
-        and `embeddings`: see `StageModel.hidden`. `is_last`: whether the prompt ends with them."""
+        and `embeddings`: see `StageModel.hidden`. `last_apart`: whether the prompt ends with them,
+        and the whole model `reads_last_apart`."""
         rows, is_text = ids.shape[1], part.rope_positions.places is None
-        if not (is_last and rows > 1 and is_text and self._reads_last_apart):
+        if not (last_apart and rows > 1 and is_text):
             return part.hidden(ids, entering, caches, embeddings, is_lazy=True)
         outputs = [
             part.hidden(
@@ -89,6 +92,7 @@ class LayerViews:
     def output(self, ids: Sequence[int], hidden: mx.array, want: Want) -> ForwardOutput:
         """What the whole model's forward over a prompt gives, of its layers' `hidden` (1, n, H) of
         `ids`; lazy."""
+        assert self._target is not None
         if isinstance(self._target, WholeTarget):
             row = as_row(ids[-1:])[None]
             return ForwardOutput(self._stage.logits(row, hidden[:, -1:])[0], None)

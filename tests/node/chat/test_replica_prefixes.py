@@ -31,6 +31,10 @@ class ReplicatedHead(NotedHead):
     ready: tuple[pb.LoadReady, ...] = (WITH_HEAD, WITHOUT)
     source: pb.PrefixSource | None = None
 
+    def has_readers(self, model: ModelId) -> bool:
+        del model
+        return False
+
     def generators(self, model: ModelId) -> Mapping[PlacementId, Endpoint]:
         nodes = zip((P, Q), self.ready, strict=False)
         return {name: Endpoint(NodeId(f"node-{name}"), ready) for name, ready in nodes}

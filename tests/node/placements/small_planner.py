@@ -137,7 +137,7 @@ class SmallPlanner:
         self,
         plan: StagedPlan,
         answering: NodeId,
-        others: Mapping[NodeId, int],
+        others: Mapping[NodeId, tuple[int, int]],
         rows: int,
         cached_rows: int,
     ) -> ReadingPlan:
@@ -147,11 +147,22 @@ class SmallPlanner:
         layers = plan.plan.stages[0].end_layer
         row_s = {n: self.prompt_seconds(plan, [n]) / layers for n in (answering, *others)}
         readers = [
-            ReaderNode(node, row_s[node] * (1 + busy), 1e-3, self.reading_rate)
-            for node, busy in others.items()
+            ReaderNode(node, row_s[node] * (1 + busy), 1e-3, self.reading_rate, first)
+            for node, (first, busy) in others.items()
         ]
         sizes = ReadingSizes(layers, 100, 10.0, 10, 10.0)
         return plan_reading(rows, cached_rows, row_s[answering], readers, sizes, {})
+
+    def reader(
+        self, plan: StagedPlan, answering: NodeId, node: NodeId, free: int
+    ) -> StagedPlan | None:
+        """The upper half of the layers, where they have room and prompts are read with others."""
+        del answering
+        end = plan.plan.stages[0].end_layer
+        need = (end - end // 2) * self.sizes.get(plan.model, Size()).memory
+        if not self.reading_rate or free < need:
+            return None
+        return replace(plan, reader=(StageAssignment(node, end // 2, end), need))
 
     def short_of_chunk(self, plan: StagedPlan) -> frozenset[NodeId]:
         rows = plan.plan.prefill_chunk

@@ -265,6 +265,10 @@ class TwoHeads:
     async def head(self) -> NodeId:
         return B if self.lost.is_set() else A
 
+    def has_readers(self, model: ModelId) -> bool:
+        del model
+        return False
+
     def generators(self, model: ModelId) -> Mapping[PlacementId, Endpoint]:
         return {}
 

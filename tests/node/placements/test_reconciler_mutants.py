@@ -174,7 +174,7 @@ MUTANTS: Sequence[tuple[str, str, str, str]] = [
      "if any(r.plan.model == model and r.key.node in here.live for r in here.ending()):",
      "if False:"),
     ("models that load at once share memory", "situation",
-     "self.free[action.key.node] -= action.plan.memory[action.key.stage]", "pass"),
+     "self.free[action.key.node] -= action.plan.promised(action.key.stage)", "pass"),
     ("all models take what they like", "reconcile", "frugal=len(unplaced) > 1", "frugal=False"),
     ("the first in the alphabet comes first", "situation",
      "since = self.observed.waiting.get(desired.model, inf)", "since = 0.0"),

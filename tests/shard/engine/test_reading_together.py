@@ -4,6 +4,7 @@
 
 import json
 import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -35,6 +36,8 @@ from exo_node.placement.config import hidden_size
 from exo_node.placement.errors import InvalidFrame, PeerLost
 from exo_node.shard.checkpoint import prefix_files
 from exo_node.shard.engine.answers.text_engine import TextEngine
+from exo_node.shard.engine.layer_engine import LayerEngine
+from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.reading.link import LayerRange
 from exo_node.shard.engine.reading.shared_reading import AHEAD
 from exo_node.shard.engine.request import Parameters
@@ -375,3 +378,15 @@ def test_the_stats_say_who_read() -> None:
     got = Drive(hybrid_engine(), asked(), hybrid_readers(CHAIN)).finish()
     stats = got.stats
     assert stats.read_by == ("reader-0", "reader-1") and stats.read_s > 0 and stats.read_bytes > 0
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_runner_that_has_upper_layers_only(k: int) -> None:
+    whole = small_spec(native_mtp=True, prefill_chunk=CHUNK, prefix_cache_bytes=ROOM)
+    upper = spec(small_checkpoint(), 2, LAYERS, 1, num_layers=LAYERS, prefill_chunk=CHUNK)
+    loaded = load_quietly(whole)
+    reader = LayerEngine(load_quietly(upper), EngineOptions.of(upper), time.perf_counter)
+    readers = LocalReaders([reader], UPPER, replace(loaded.expected, stage=1))
+    engines = [engine_of(loaded, whole) for _ in range(2)]
+    require_as_alone(engines[0], engines[1], readers, lambda: asked(k))
+    assert reader.cache_bytes() == 0 == reader.live_requests

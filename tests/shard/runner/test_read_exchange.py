@@ -279,7 +279,10 @@ def _begin(**fields: Any) -> pb.ReadRequest:
     good: dict[str, Any] = {
         "placement": "reader", "key": KEY, "request": "r", "attempt": 1,
         "first_layer": 2, "end_layer": 4, "tokens": PROMPT,
+        "schedule": [CHUNK, 140, CHUNK, CHUNK, CHUNK, CHUNK, 7],
     }  # fmt: skip
+    if "tokens" in fields:
+        good["schedule"] = [len(fields["tokens"])]
     return pb.ReadRequest(begin=pb.ReadBegin(**(good | fields)))
 
 
@@ -316,12 +319,16 @@ def _frame(frame: dict[str, Any] | None = None, **fields: Any) -> pb.ReadRequest
         ([_begin(request="a b")], "name of a request"),
         ([_begin(attempt=0)], "name of a request"),
         ([_begin(attempt=2**63)], "attempt is"),
-        ([_begin(first_layer=0)], "upper ones"),
-        ([_begin(first_layer=4)], "upper ones"),
-        ([_begin(end_layer=5)], "upper ones"),
+        ([_begin(first_layer=0)], "upper ones here"),
+        ([_begin(first_layer=4)], "upper ones here"),
+        ([_begin(end_layer=5)], "upper ones here"),
         ([_begin(tokens=[])], "1 to 4096 ids"),
         ([_begin(tokens=[4096])], "1 to 4096 ids"),
         ([_begin(tokens=[5] * 4097)], "1 to 4096 ids"),
+        ([_begin(schedule=[])], "add up"),
+        ([_begin(schedule=[CHUNK])], "add up"),
+        ([_begin(schedule=[300, CHUNK, CHUNK, CHUNK, CHUNK, 7])], "add up"),
+        ([_begin(schedule=[0, *[CHUNK] * 5, 147])], "add up"),
         ([_begin(rows=160), _frame()], "state after the first rows is missing"),
         ([_begin(rows=160), pb.ReadRequest(prefix=pb.FileChunk(data=b"noise" * 9))], "safetensors"),
         ([_begin(rows=160), pb.ReadRequest(prefix=pb.FileChunk())], "ends too early"),

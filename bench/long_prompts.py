@@ -1,8 +1,8 @@
 """Measures long prompts that nodes of one core each read together, against one node.
 
-    python bench/readers.py [--prompts 8000 16000] [--nodes 2] [--repeats 3] [--k 0]
+    python bench/long_prompts.py [--prompts 8000 16000] [--nodes 2] [--repeats 3] [--k 0]
         [--model demo | half] [--context 32768]
-    python bench/readers.py --computed [--tokens-per-second 121.6]
+    python bench/long_prompts.py --computed [--tokens-per-second 121.6]
 
 Each arm has nodes of its own with empty data folders, one core each, and a copy of the model on
 each; prompts are random ids, others in each repeat. The ids and log-probabilities of every answer
