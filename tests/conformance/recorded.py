@@ -26,6 +26,9 @@ SINCE_ADDED: Final = (
     "lookup_accepted_tokens",
     "lookup_reason",
     "loop_reason",
+    "read_by",
+    "read_bytes",
+    "read_reason",
 )
 """Statistics that the recorded answers did not have yet. None of them copies drafts: a copy follows
 from measured costs."""
