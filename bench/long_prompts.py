@@ -2,6 +2,7 @@
 
     python bench/long_prompts.py [--prompts 8000 16000] [--nodes 2] [--repeats 3] [--k 0]
         [--model demo | half] [--context 32768]
+    python bench/long_prompts.py --kills 60 [--prompts 3000] [--seed 1]
     python bench/long_prompts.py --computed [--tokens-per-second 121.6]
 
 Each arm has nodes of its own with empty data folders, one core each, and a copy of the model on
@@ -9,17 +10,25 @@ each; prompts are random ids, others in each repeat. The ids and log-probabiliti
 are compared with those of one node. `half` is a random model of half a billion parameters in 4
 bits. Needs a quiet machine with as many cores; Linux. Ends with status 1 if an answer differs.
 
+`--kills` kills or stops, at a random moment of a prompt's reading, the runner that reads or the one
+that answers, so many times in turn, and compares the ids with those of a prompt that was left
+alone. Ends with status 1 if an id differs or an answer is lost.
+
 `--computed` measures nothing: what `placement/reading.py` expects for Qwen3.6-27B of nodes that
 read so many tokens a second alone, over links of 1 and 10 GbE.
 """
 
 import argparse
+import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +51,8 @@ def main() -> int:
     if options.computed:
         _print_computed(options.tokens_per_second)
         return 0
+    if options.kills:
+        return _kill(options)
     answers: dict[int, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         flags = _model(Path(scratch) / "models", options.model, options.context)
@@ -71,11 +82,58 @@ def main() -> int:
     return 1 if differences else 0
 
 
-def _ask(door: Node, model: str, ids: Sequence[int], k: int) -> dict[str, Any]:
+def _kill(options: argparse.Namespace) -> int:
+    """Strikes runners while prompts are read; the exit status."""
+    draw, faults, gaps = random.Random(options.seed), 0, list[float]()
+    with tempfile.TemporaryDirectory() as scratch:
+        flags = _model(Path(scratch) / "models", options.model, options.context)
+        folder = Path(scratch) / "kills"
+        with _cluster(folder, flags, options.model, 2) as door, ThreadPoolExecutor(1) as pool:
+            time.sleep(15.0)  # links are measured
+            for number in range(options.kills):
+                ids = _ids(options.prompts[0], number)
+                expected = _ask(door, options.model, ids, options.k, cache=False)
+                usual_s = expected["stats"]["time_to_first_token_s"]
+                began = time.monotonic()
+                answer = pool.submit(_ask, door, options.model, ids, options.k)
+                time.sleep(draw.uniform(0.05, 0.6) * usual_s)
+                busy = [] if answer.done() else _runners(door)
+                how = draw.choice([signal.SIGKILL, signal.SIGSTOP])
+                target = draw.choice(busy) if busy else None
+                if target is not None:
+                    os.kill(target["pid"], how)
+                got = answer.result()
+                gaps.append(time.monotonic() - began - usual_s)
+                wrong = got["choice"]["token_ids"] != expected["choice"]["token_ids"]
+                faults += wrong
+                stats = got["stats"]
+                answering = got["stats"]["placement"]["stages"][0]["node"]
+                hit = "after its end" if target is None else f"{how.name} of a reader"
+                if target is not None and target["node"] == answering:
+                    hit = f"{how.name} of the answering one"
+                print(
+                    f"{number}: {hit}, {gaps[-1]:+.1f} s, {stats['resumes']} resumed, "
+                    f"{stats['read_reason'] or 'no reader'}{'; OTHER IDS' if wrong else ''}",
+                    flush=True,
+                )
+                if target is not None and how == signal.SIGSTOP:
+                    with suppress(ProcessLookupError):
+                        os.kill(target["pid"], signal.SIGKILL)
+                eventually(lambda: _ready(door) == 2, WITHIN_S)
+    print(f"{faults} of {options.kills} had other ids; most {max(gaps):.1f} s later than usual")
+    return 1 if faults else 0
+
+
+def _runners(door: Node) -> list[dict[str, Any]]:
+    nodes = door.call("GET", "/v1/cluster").body["nodes"]
+    return [{**stage, "node": each["id"]} for each in nodes for stage in each["stages"]]
+
+
+def _ask(door: Node, model: str, ids: Sequence[int], k: int, **fields: Any) -> dict[str, Any]:
     body = {
         "model": model, "prompt": list(ids), "max_tokens": TOKENS, "temperature": 0,
         "num_draft_tokens": k, "logprobs": 1, "return_token_ids": True,
-    }  # fmt: skip
+    } | fields  # fmt: skip
     reply = door.call("POST", "/v1/completions", body, timeout_s=1800.0)
     assert reply.status == 200, reply
     return {"choice": reply.body["choices"][0], "stats": reply.body["generation_stats"]}
@@ -148,6 +206,8 @@ def _options() -> argparse.Namespace:
     _ = parser.add_argument("--k", type=int, default=0)
     _ = parser.add_argument("--model", choices=["demo", "half"], default="demo")
     _ = parser.add_argument("--context", type=int, default=32_768)
+    _ = parser.add_argument("--kills", type=int, default=0)
+    _ = parser.add_argument("--seed", type=int, default=1)
     _ = parser.add_argument("--computed", action="store_true")
     _ = parser.add_argument("--tokens-per-second", type=float, default=121.6)
     return parser.parse_args()

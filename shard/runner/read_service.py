@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 
 PULSE_S: Final = 1.0
 """Seconds after which a reader says that it lives, if it has nothing to return."""
+ADMITTED_S: Final = 2.0
+"""Seconds after which a prompt is refused that finds no room beside those in progress here."""
 MOST_READS: Final = 4
 """Prompts that are read for others at the same time."""
 BLOCKS_AHEAD: Final = 4
@@ -125,6 +128,7 @@ class _Reading:
             tuple[Mapping[str, Any], Mapping[str, StoredTensor]] | BaseException
         ] = asyncio.Queue()
         self._request: Request | None = None
+        self._began_at = time.monotonic()
 
     async def replies(
         self, requests: AsyncIterator[pb.ReadRequest]
@@ -137,6 +141,7 @@ class _Reading:
                     async with asyncio.timeout(PULSE_S):
                         added = await self._added.get()
                 except TimeoutError:
+                    self._require_room()
                     yield pb.ReadReply()
                     continue
                 if isinstance(added, BaseException):
@@ -148,6 +153,12 @@ class _Reading:
         finally:
             _ = taking.cancel()
             self._compute.post(self._end)
+
+    def _require_room(self) -> None:
+        """Raises PeerLost if the prompt waits here for the end of others."""
+        request, waited_s = self._request, time.monotonic() - self._began_at
+        if request is not None and request.phase == "waiting" and waited_s > ADMITTED_S:
+            raise PeerLost("its runner has no room for the prompt beside those in progress")
 
     def _note_end(self, taking: "asyncio.Task[None]") -> None:
         if not taking.cancelled() and (fault := taking.exception()) is not None:

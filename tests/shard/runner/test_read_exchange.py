@@ -380,3 +380,22 @@ def test_no_more_prompts_than_there_is_room_for(runners: list[Runner]) -> None:
         await until_free(runners[0])
 
     play(story, runners[0].reading)
+
+
+def test_a_reader_without_room_is_not_waited_for(runners: list[Runner]) -> None:
+    """Its own prompts have all of its context's rows."""
+    scheduler: Any = runners[0].engine._engine.scheduler  # pyright: ignore[reportPrivateUsage]
+    scheduler._context_rows = 1000
+
+    async def story(target: Runner, sources: Any, _: Any) -> None:
+        credentials = channel_credentials(runner_credentials(NODE, CLUSTER))
+        async with connected(sources[0], credentials) as channel:
+            call = peer_pb2_grpc.ReadingStub(channel).Read()
+            await call.write(_begin(request="another"))
+            assert isinstance(await call.read(), pb.ReadReply)
+            stats = await target.ask([reader(sources[0])], 1)
+            assert "no room for the prompt" in stats.read_reason
+            _ = call.cancel()
+        await until_free(runners[0])
+
+    play(story, runners[0].reading)
