@@ -73,7 +73,8 @@ class StatsCollector:
         return self._batched > 0 and not self._copies[0]
 
     def finish(self, base: GenerationStats) -> GenerationStats:
-        """`base` with the fields that the rounds and the clock determine."""
+        """`base` with the fields that the rounds and the clock determine. Its `drafter_kind` is
+        that of what may draft."""
         first_at = self._last_at if self._first_at is None else self._first_at
         to_first, decoding = first_at - self._started_at, self._last_at - first_at
         k, read = base.num_draft_tokens, base.prompt_tokens - base.cached_tokens
@@ -81,7 +82,7 @@ class StatsCollector:
         copies, copied, stood = self._copies
         return replace(
             base,
-            drafter_kind=self._kind(k),
+            drafter_kind=self._kind(k, base.drafter_kind),
             completion_tokens=self._tokens,
             spec_decode_rounds=self._rounds,
             proposed_draft_tokens=self._drafted,
@@ -102,12 +103,12 @@ class StatsCollector:
             lookup_accepted_tokens=stood,
         )
 
-    def _kind(self, k: int) -> DrafterKind:
-        """The drafter of most accepted drafts; without copies, the head if it might draft."""
+    def _kind(self, k: int, own: DrafterKind) -> DrafterKind:
+        """The drafter of most accepted drafts; without copies, `own` if it might draft."""
         copies, _, stood = self._copies
         if copies and (not k or stood > self._accepted - stood):
             return "prompt_lookup"
-        return "native_mtp" if k else "none"
+        return own if k else "none"
 
     def _extend_trace(self, k: int) -> None:
         before = self._trace.pop() if self._trace and self._trace[-1][0] == k else (k, 0)

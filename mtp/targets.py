@@ -1,6 +1,7 @@
 """The target model: ids in, logits and perhaps hidden states out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 import mlx.core as mx
@@ -94,6 +95,80 @@ class FamilyTarget:
     def logits_of(self, hidden: mx.array) -> mx.array:
         """Hidden (1, rows, H) of `hidden_batch` -> logits (rows, V)."""
         return self._family.logits(hidden)[0]
+
+
+class LayerTaps:
+    """Layers of a loaded model whose outputs can be collected while a forward is built."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        """Replaces each layer's class by one that computes the same."""
+        self._outputs: list[list[mx.array]] | None = None
+        for index, layer in enumerate(layers):
+            layer.__class__ = self._tapped(type(layer), index)
+        self._count = len(layers)
+
+    @contextmanager
+    def collected(self) -> Generator[list[list[mx.array]]]:
+        """Collects outputs (B, rows, H), by layer and in the order of the calls."""
+        self._outputs = outputs = [list[mx.array]() for _ in range(self._count)]
+        try:
+            yield outputs
+        finally:
+            self._outputs = None
+
+    def note(self, index: int, out: Any) -> None:
+        """Adds a layer's output, which some return in a tuple, if outputs are collected."""
+        if self._outputs is not None:
+            hidden = cast("tuple[Any]", out)[0] if isinstance(out, tuple) else out
+            self._outputs[index].append(hidden)
+
+    def _tapped(self, stock: type[nn.Module], index: int) -> type[nn.Module]:
+        taps = self
+
+        class Tapped(stock):
+            def __call__(self, *args: Any, **kwargs: Any) -> Any:
+                out = cast(Any, super()).__call__(*args, **kwargs)
+                taps.note(index, out)
+                return out
+
+        Tapped.__name__ = stock.__name__
+        return Tapped
+
+
+class TappedTarget:
+    """A target whose hidden states are made of the outputs of some of its layers."""
+
+    def __init__(
+        self,
+        target: "FamilyTarget | WholeTarget",
+        taps: LayerTaps,
+        join: Callable[[Sequence[mx.array]], mx.array],
+    ) -> None:
+        """`join`: outputs (B, rows, H) of the tapped layers -> (B, rows, H)."""
+        self.plain, self._taps, self._join = target, taps, join
+        self.rope_positions = target.rope_positions
+
+    def forward(
+        self,
+        tokens: mx.array,
+        caches: Sequence[object],
+        *,
+        want: Want,
+        embeddings: mx.array | None = None,
+    ) -> ForwardOutput:
+        with self._taps.collected() as outputs:
+            out = self.plain.forward(tokens, caches, want=want, embeddings=embeddings)
+        return ForwardOutput(out.logits, self._hidden(outputs))
+
+    def forward_batch(
+        self, tokens: mx.array, caches: Sequence[object]
+    ) -> tuple[mx.array, mx.array | None]:
+        with self._taps.collected() as outputs:
+            logits, _ = self.plain.forward_batch(tokens, caches)
+        return logits, self._hidden(outputs)
+
+    def _hidden(self, outputs: Sequence[list[mx.array]]) -> mx.array:
+        return self._join([mx.concatenate(each, axis=1) for each in outputs])
 
 
 class Layers(Protocol):

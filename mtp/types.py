@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 AcceptanceRule = Literal["greedy", "ratio", "block", "coupled"]
-DrafterKind = Literal["native_mtp", "prompt_lookup", "none"]
+DrafterKind = Literal["native_mtp", "block_drafter", "prompt_lookup", "none"]
 DraftPolicy = Literal["none", "fixed", "adaptive"]
 FinishReason = Literal["stop", "length"]
 TRACE_LENGTH = 64

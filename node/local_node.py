@@ -144,7 +144,7 @@ class LocalNode:
                 quantization=model.card.quantization or 0,
                 format=format_of(model.card),
                 context_length=model.card.context_length,
-                head=model.card.native_mtp is not None and self.library.head(model).loaded,
+                head=model.card.drafts is not None and self.library.head(model).loaded,
                 model_type=model.card.model_type,
                 capabilities=facts.capabilities,
                 digest=facts.digest,

@@ -177,7 +177,7 @@ class ModelList:
     def _native_mtp(
         self, card: ModelCard, file_head: HeadState, record: LoadedPlacement | None
     ) -> dict[str, Any] | None:
-        mtp = card.native_mtp
+        mtp = card.drafts
         if mtp is None:
             return None
         head, stages, parked = file_head, 1, False
@@ -193,8 +193,9 @@ class ModelList:
             "default_k": initial_depth(mtp, default_k)[0],
             "max_k": mtp.max_k,
             "weights": "found" if file_head.loaded else "missing",
-            "enabled": drafting.kind == "native_mtp",
-            "reason": "" if drafting.kind == "native_mtp" else drafting.reason,
+            "drafter": card.drafter.model if card.drafter else None,
+            "enabled": drafting.kind != "none",
+            "reason": "" if drafting.kind != "none" else drafting.reason,
             "parked": parked,
             "greedy_identity": None if record is None else self._identity(record),
             "depth_reason": "" if record is None else self.depth_reason(record),

@@ -170,7 +170,7 @@ class NodeOperations:
         stages = choice.best.stages
         switch = self._facts.mtp_switch(stages[0].node)
         drafting = choose_drafting(card, len(stages), HeadState(True), switch, None)
-        if drafting.kind == "native_mtp":
+        if drafting.kind != "none":
             return choice.drafting
         copies = "; copied drafts need no head: a load measures whether they are exact"
         return drafting.reason + copies * (len(stages) == 1)
@@ -278,7 +278,7 @@ class NodeOperations:
             adaptive=settings.adaptive_draft,
             default_k=settings.default_k,
         )
-        drafts = drafting.kind == "native_mtp"
+        drafts = drafting.kind != "none"
         begins = f"begins with K = {drafting.initial_k}: {drafting.reason}"
         return {
             "drafter_kind": drafting.kind,

@@ -38,9 +38,9 @@ class PlacementTask:
         return ModelSizes.of(self.card, self.limits.context)
 
     def holds_head(self, node: NodeFacts) -> bool:
-        """Whether the whole model fits there with its MTP head."""
+        """Whether the whole model fits there with what drafts for it."""
         need = self.sizes.need(0, self.card.num_layers, generator=True, mtp=True)
-        return self.card.native_mtp is not None and need <= node.memory_bytes
+        return self.card.drafts is not None and need <= node.memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Candidate:
     def __str__(self) -> str:
         names = " + ".join(node.name for node in self.nodes)
         alone = " alone" if len(self.nodes) == 1 else ""
-        drafts = " with native MTP" if self.speedup else ""
+        drafts = " with drafts" if self.speedup else ""
         source = "as measured" if all(n.profile for n in self.nodes) else "estimated"
         return f"{names}{alone}, {self.seconds * 1000:.3g} ms a token{drafts} {source}"
 

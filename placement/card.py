@@ -25,6 +25,7 @@ SHIPPED_MAX_K = 7
 
 _STRICT = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_ID = r"^[^\s\p{C}]([^\p{C}]*[^\s\p{C}])?$"
 _SIXTEENTHS_PER_BYTE = 16
 
 Width = Annotated[int, Field(ge=1, le=MAX_WIDTH)]
@@ -35,21 +36,15 @@ def _contradiction(field: str, text: str) -> PydanticCustomError:
     return PydanticCustomError("cross_check", "{field} is {text}", {"field": field, "text": text})
 
 
-class NativeMtp(BaseModel):
-    """The declaration that a checkpoint's own multi-token-prediction head may draft."""
+class DraftDepth(BaseModel):
+    """How many tokens a round drafts."""
 
     model_config = _STRICT
 
-    num_layers: int = Field(default=1, ge=1, le=MAX_K)
-    """Decoder layers of the head, not drafts a round."""
     default_k: int = Field(ge=1, le=MAX_K)
     """Drafts a round when the request names none, until depths can be compared."""
     max_k: int = Field(ge=1, le=MAX_K)
     """Drafts a round that a request may ask for, and that adaptive depth may reach."""
-    draft_vocabulary: int = Field(default=0, ge=0, le=MAX_VOCAB)
-    """Only ids below this are drafted, which reads less of lm_head; all if 0. Any is lossless."""
-    hidden: Literal["post_norm", "pre_norm"] = "post_norm"
-    """The backbone hidden that feeds the head: after its norm, or (DeepSeek, GLM only) before."""
 
     @model_validator(mode="after")
     def _default_within_max(self) -> Self:
@@ -57,6 +52,30 @@ class NativeMtp(BaseModel):
             low = f"{self.max_k}, below default_k = {self.default_k}"
             raise _contradiction("max_k", f"{low}: raise max_k or lower default_k")
         return self
+
+
+class NativeMtp(DraftDepth):
+    """The declaration that a checkpoint's own multi-token-prediction head may draft."""
+
+    num_layers: int = Field(default=1, ge=1, le=MAX_K)
+    """Decoder layers of the head, not drafts a round."""
+    draft_vocabulary: int = Field(default=0, ge=0, le=MAX_VOCAB)
+    """Only ids below this are drafted, which reads less of lm_head; all if 0. Any is lossless."""
+    hidden: Literal["post_norm", "pre_norm"] = "post_norm"
+    """The backbone hidden that feeds the head: after its norm, or (DeepSeek, GLM only) before."""
+
+
+class BlockDrafter(DraftDepth):
+    """A checkpoint of its own that drafts for the model, in place of a head."""
+
+    model: ModelId = Field(min_length=1, max_length=200, pattern=_ID)
+    """Its id among the models of the node that loads it."""
+    default_k: int = Field(default=1, ge=1, le=MAX_K)
+    max_k: int = Field(default=SHIPPED_MAX_K, ge=1, le=MAX_K)
+    weight_bytes: int = Field(default=0, ge=0, le=2**50)
+    """Its tensors; 0 is read from its files, where the node that plans has them."""
+    cached_numbers: int = Field(default=0, ge=0, le=2**30)
+    """Numbers that one token adds to its caches; 0 as in `weight_bytes`."""
 
 
 class SamplingDefaults(BaseModel):
@@ -106,7 +125,7 @@ class ModelCard(BaseModel):
 
     model_config = _STRICT
 
-    id: ModelId = Field(min_length=1, max_length=200, pattern=r"^[^\s\p{C}]([^\p{C}]*[^\s\p{C}])?$")
+    id: ModelId = Field(min_length=1, max_length=200, pattern=_ID)
     repository: str | None = Field(default=None, max_length=200, pattern=rf"^{_NAME}/{_NAME}$")
     """On the Hugging Face hub, or None for a model of this machine only."""
     revision: str | None = Field(default=None, max_length=200, pattern=rf"^{_NAME}(/{_NAME})*$")
@@ -148,6 +167,8 @@ class ModelCard(BaseModel):
     """Bits a number in attention's caches, by mlx-lm's quantisation of keys and values; None:
     `dtype`. It changes the answers."""
     native_mtp: NativeMtp | None = None
+    drafter: BlockDrafter | None = None
+    """A checkpoint that drafts in place of a head, of this model and its variants."""
     sampling: SamplingDefaults = SamplingDefaults()
     capabilities: tuple[Capability, ...] = Field(default=(), strict=False, max_length=8)
     """The abilities of the model. Lists add those that its chat template shows once it is here."""
@@ -171,6 +192,11 @@ class ModelCard(BaseModel):
         if self.kv_bits is not None and (why := self.kv_refusal):
             raise _contradiction("kv_bits", f"{self.kv_bits}, and {why}: remove it")
         return self
+
+    @property
+    def drafts(self) -> BlockDrafter | NativeMtp | None:
+        """What may draft: the drafter that is named, else the model's own head."""
+        return self.drafter or self.native_mtp
 
     @property
     def kv_refusal(self) -> str:
@@ -282,6 +308,18 @@ class ModelCard(BaseModel):
         layers = -(-self.native_mtp.num_layers * self.mean_layer_bytes * plain // stored)
         return layers + self._fusion_bytes
 
+    @property
+    def draft_bytes(self) -> int:
+        """The weights of what may draft."""
+        return self.mtp_bytes if self.drafter is None else self.drafter.weight_bytes
+
+    @property
+    def draft_bytes_per_token(self) -> int:
+        """Bytes that one token adds to the caches of what may draft."""
+        if self.drafter is not None:
+            return self.drafter.cached_numbers * BYTES[self.dtype]
+        return self.native_mtp.num_layers * self.kv_bytes_per_head_token if self.native_mtp else 0
+
     def as_variant(self, variant: Variant) -> "ModelCard":
         """The card of one of `variants`: the same model in another format."""
         stored = _SIXTEENTHS_PER_BYTE if self.fp8 else self._sixteenths[1]
@@ -306,8 +344,11 @@ class ModelCard(BaseModel):
         hidden states take its bytes. Its `weight_bytes` are no download's."""
         if dtype == self.dtype:
             return self
-        facts = {"dtype": dtype, "fp8": False, "mapped_bytes": 0}
+        facts: dict[str, object] = {"dtype": dtype, "fp8": False, "mapped_bytes": 0}
         new, old = BYTES[dtype], BYTES[self.dtype]
+        if self.drafter is not None:
+            size = self.drafter.weight_bytes * new // old
+            facts["drafter"] = self.drafter.model_copy(update={"weight_bytes": size})
         if self.quantization is None:
             return self.model_copy(update={**facts, "weight_bytes": self.memory_bytes * new // old})
         # Scales and the head change, the quantised numbers do not.

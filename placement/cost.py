@@ -103,21 +103,20 @@ class ModelSizes:
     """KV of one layer that has any, for the whole context."""
     ends: int
     head: int
-    """The MTP head, its cache included."""
+    """What drafts, its cache included."""
     head_cache: int
 
     @classmethod
     def of(cls, card: "ModelCard", context: int) -> Self:
         cache = context * card.kv_bytes_per_layer_token
-        mtp = card.native_mtp
-        head_cache = mtp.num_layers * context * card.kv_bytes_per_head_token if mtp else 0
+        head_cache = context * card.draft_bytes_per_token
         return cls(
             layers=card.num_layers,
             attention_layers=card.num_attention_layers,
             layer=card.mean_layer_bytes,
             cache=cache,
             ends=card.endpoint_bytes,
-            head=card.mtp_bytes + head_cache if mtp else 0,
+            head=card.draft_bytes + head_cache,
             head_cache=head_cache,
         )
 
@@ -194,7 +193,7 @@ def mtp_speedup(card: "ModelCard", node: NodeFacts) -> float:
     a draft being one layer and a tail; else ASSUMED_MTP_SPEEDUP. Where drafts do not pay, adaptive
     K drafts none: hence 1. No round has more tokens than rows, nor takes less than a single row.
     """
-    profile, mtp = node.profile, card.native_mtp
+    profile, mtp = node.profile, card.drafts
     if mtp is None or not node.drafts:
         return 1.0
     if profile is None:

@@ -1,9 +1,10 @@
-"""Whether a request drafts with the model's own MTP head, and in a person's words why not."""
+"""Whether a request drafts with the model's own MTP head or a drafter, and in a person's words why
+not."""
 
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from .card import ModelCard, NativeMtp
+from .card import DraftDepth, ModelCard
 from .errors import InvalidRequest
 from .ids import ModelId
 
@@ -11,11 +12,12 @@ DraftPolicy = Literal["fixed", "adaptive"]
 
 GENERATES_NOTHING: Final = "an embedder generates nothing"
 """Why an embedder never drafts."""
+NATIVE: Final = "native MTP"
 
 
 @dataclass(frozen=True, slots=True)
 class HeadState:
-    """Whether the generator has loaded the MTP weights."""
+    """Whether the generator has loaded the weights of what drafts."""
 
     loaded: bool
     reason: str = ""
@@ -35,7 +37,7 @@ class EnabledState:
 class Drafting:
     """One request's drafter."""
 
-    kind: Literal["none", "native_mtp"]
+    kind: Literal["none", "native_mtp", "block_drafter"]
     k: int
     """Drafts a round, at most where `adaptive`; 0 exactly when `kind` is none."""
     reason: str
@@ -67,7 +69,7 @@ def choose_drafting(
     """
     if requested_k is not None and requested_k < 0:
         raise _refused(f"num_draft_tokens is {requested_k}; ask for 0 (off) or more")
-    mtp = card.native_mtp
+    mtp = card.drafts
     if card.embeds:
         return _none(GENERATES_NOTHING)
     if mtp is None:
@@ -84,15 +86,16 @@ def choose_drafting(
     if policy is None:
         policy = "adaptive" if adaptive and requested_k is None else "fixed"
     initial_k, reason = initial_depth(mtp, default_k)
+    kind = "block_drafter" if card.drafter else "native_mtp"
     if policy == "adaptive":
         k = mtp.max_k if requested_k is None else requested_k
-        return Drafting("native_mtp", k, reason, adaptive=True, initial_k=min(initial_k, k))
+        return Drafting(kind, k, reason, adaptive=True, initial_k=min(initial_k, k))
     if requested_k is not None:
         initial_k, reason = requested_k, "the request's num_draft_tokens"
-    return Drafting("native_mtp", initial_k, reason, initial_k=initial_k)
+    return Drafting(kind, initial_k, reason, initial_k=initial_k)
 
 
-def initial_depth(mtp: NativeMtp, default_k: int = 0) -> tuple[int, str]:
+def initial_depth(mtp: DraftDepth, default_k: int = 0) -> tuple[int, str]:
     """Drafts a round of a request that names no K until depths can be compared, and its source.
 
     `default_k`: EXO_NATIVE_MTP_DEFAULT_K of the generator's node, or 0.
@@ -113,25 +116,30 @@ def undeclared_reason(model: ModelId) -> str:
     )
 
 
-def opted_out_reason(enabled: EnabledState) -> str:
-    """Why a node whose operator turned native MTP off never drafts."""
+def drafter_words(card: ModelCard) -> str:
+    """What may draft for the model, for a person."""
+    return f"the block drafter {card.drafter.model}" if card.drafter else NATIVE
+
+
+def opted_out_reason(enabled: EnabledState, what: str = NATIVE) -> str:
+    """Why a node whose operator turned native MTP off never drafts. `what`: see `drafter_words`."""
     variable, assigned, _ = enabled.source.partition("=")
     if assigned:
-        return f"native MTP is off by {enabled.source}; set {variable}=1 and start the node again"
-    return f"native MTP was turned off on {enabled.source}; turn it on there"
+        return f"{what} is off by {enabled.source}; set {variable}=1 and start the node again"
+    return f"{what} was turned off on {enabled.source}; turn it on there"
 
 
-def split_reason(num_stages: int) -> str:
-    """Why a model that runs on several nodes never drafts."""
+def split_reason(num_stages: int, what: str = NATIVE) -> str:
+    """Why a model that runs on several nodes never drafts. `what`: see `drafter_words`."""
     return (
-        f"native MTP needs the whole model on one node, and this placement has {num_stages} "
+        f"{what} needs the whole model on one node, and this placement has {num_stages} "
         "stages; place it on one node, if need be in a smaller quantisation"
     )
 
 
 def _objection(
     card: ModelCard,
-    mtp: NativeMtp,
+    mtp: DraftDepth,
     num_stages: int,
     head: HeadState,
     enabled: EnabledState,
@@ -139,9 +147,9 @@ def _objection(
 ) -> str:
     """The first reason not to draft, the most lasting one first; empty where there is none."""
     if not enabled.enabled:
-        return opted_out_reason(enabled)
+        return opted_out_reason(enabled, drafter_words(card))
     if num_stages > 1:
-        return split_reason(num_stages)
+        return split_reason(num_stages, drafter_words(card))
     if not head.loaded:
         return head.reason or (
             f"the MTP head of {card.id} is not loaded; load the model again, and if that does "

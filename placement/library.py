@@ -12,7 +12,15 @@ from pathlib import Path
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from .card import MAX_K, SHIPPED_MAX_K, ModelCard, NativeMtp, SamplingDefaults, Variant
+from .card import (
+    MAX_K,
+    SHIPPED_MAX_K,
+    BlockDrafter,
+    ModelCard,
+    NativeMtp,
+    SamplingDefaults,
+    Variant,
+)
 from .config import Facts, config_facts, printable
 from .errors import InvalidCard
 from .ids import ModelId
@@ -101,11 +109,12 @@ def parse_card(
         card = ModelCard.model_validate(dict(facts))
     except ValidationError as error:
         raise _invalid(error.errors(include_url=False)[0], source, derived) from error
-    if card.native_mtp is not None and card.native_mtp.max_k > max_k:
-        raise InvalidCard(
-            f"{source}: native_mtp.max_k is {card.native_mtp.max_k}; set it to {max_k} or less",
-            param="native_mtp.max_k",
-        )
+    for table, depth in (("native_mtp", card.native_mtp), ("drafter", card.drafter)):
+        if depth is not None and depth.max_k > max_k:
+            raise InvalidCard(
+                f"{source}: {table}.max_k is {depth.max_k}; set it to {max_k} or less",
+                param=f"{table}.max_k",
+            )
     return card
 
 
@@ -149,7 +158,12 @@ def _invalid(detail: ErrorDetails, source: str, derived: Collection[str]) -> Inv
 
 def _nearest(field: str) -> str:
     table, _, name = field.rpartition(".")
-    tables = {"native_mtp": NativeMtp, "sampling": SamplingDefaults, "variants": Variant}
+    tables = {
+        "native_mtp": NativeMtp,
+        "drafter": BlockDrafter,
+        "sampling": SamplingDefaults,
+        "variants": Variant,
+    }
     model = tables.get(table.partition(".")[0], ModelCard)
     fields = list(model.model_fields)
     close = difflib.get_close_matches(name[:100], fields, n=1)

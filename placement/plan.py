@@ -167,7 +167,7 @@ def _fitting_context(request: PlanRequest) -> int:
         return any(choice.candidate.speedup for choice in ranked) if drafting else True
 
     below = request.options.context or usual_context(request.card)
-    if request.card.native_mtp is not None:
+    if request.card.drafts is not None:
         context = fitting_context(below, lambda tokens: fits(tokens, drafting=True))
         if context >= LEAST:
             return context

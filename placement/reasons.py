@@ -8,7 +8,7 @@ from .card import ModelCard
 from .cluster import layer_range
 from .context import fitting_context
 from .cost import ModelSizes
-from .drafting import split_reason, undeclared_reason
+from .drafting import drafter_words, split_reason, undeclared_reason
 from .errors import InsufficientMemory
 from .kv_bits import KvBits, cached_in
 from .options import PlanOptions, usual_context
@@ -69,9 +69,9 @@ def _why_alone(
         choice += ", and quicker than any split"
     text = f"{best}: {choice}{short} ({memory_needed(task)})"
     if best.speedup:
-        return f"{text}; {_speedup(best)}"
+        return f"{text}; {_speedup(task, best)}"
     no_mtp = mtp_off_reason(task, best)
-    return f"{text}; no native MTP: {no_mtp}" if no_mtp else text
+    return f"{text}; no {drafter_words(task.card)}: {no_mtp}" if no_mtp else text
 
 
 def _why_split(
@@ -96,34 +96,35 @@ def _why_split(
         cause = f"that is quicker than {alone}"
     else:
         cause = f"no node alone has enough memory ({memory_needed(task)})"
-    no_mtp = "; no native MTP: it runs only where one node holds the whole model"
-    return f"{best}: {ranges}{short}, because {cause}" + (no_mtp if task.card.native_mtp else "")
+    no_mtp = f"; no {drafter_words(task.card)}: it runs only where one node holds the whole model"
+    return f"{best}: {ranges}{short}, because {cause}" + (no_mtp if task.card.drafts else "")
 
 
-def _speedup(single: Candidate) -> str:
+def _speedup(task: PlacementTask, single: Candidate) -> str:
+    what = drafter_words(task.card)
     if not single.nodes[0].drafts:
-        return "native MTP is turned off there"
+        return f"{what} is turned off there"
     profile = single.nodes[0].profile
     measured = profile is not None and (profile.mtp_speedup > 0 or profile.has_verify)
     source = "by measurement" if measured else "assumed"
     if single.speedup <= 1:
-        return f"native MTP is expected to make it no faster ({source})"
-    return f"native MTP is expected to make it {single.speedup:.3g} times as fast ({source})"
+        return f"{what} is expected to make it no faster ({source})"
+    return f"{what} is expected to make it {single.speedup:.3g} times as fast ({source})"
 
 
 def drafting_reason(task: PlacementTask, best: Candidate) -> str:
     """Why the model will or will not draft there, with the remedy."""
-    if task.card.native_mtp is None:
+    if task.card.drafts is None:
         return undeclared_reason(task.card.id)
-    return mtp_off_reason(task, best) or _speedup(best)
+    return mtp_off_reason(task, best) or _speedup(task, best)
 
 
 def mtp_off_reason(task: PlacementTask, best: Candidate) -> str:
-    """Why a head that the card declares is not loaded; empty where it is."""
-    if task.card.native_mtp is None or best.speedup:
+    """Why what may draft by the card is not loaded; empty where it is."""
+    if task.card.drafts is None or best.speedup:
         return ""
     if len(best.nodes) > 1:
-        return split_reason(len(best.nodes))
+        return split_reason(len(best.nodes), drafter_words(task.card))
     node = task.view.node(best.stages[0].node)
 
     def need_of(context: int) -> int:
@@ -134,9 +135,10 @@ def mtp_off_reason(task: PlacementTask, best: Candidate) -> str:
     context = fitting_context(
         task.limits.context, lambda tokens: need_of(tokens) <= node.memory_bytes
     )
+    part = drafter_words(task.card) if task.card.drafter else "the MTP head"
     shorter = f"ask for a context of up to {context:,} tokens (context = {context}) or "
     return (
-        f"with the MTP head {task.card.id} needs {_gigabytes_up(need)}, and {node.name} has "
+        f"with {part} {task.card.id} needs {_gigabytes_up(need)}, and {node.name} has "
         f"{_gigabytes_down(node.memory_bytes)}; free memory there{', ' if context else ' or '}"
         f"{shorter if context else ''}choose a smaller quantisation"
     )

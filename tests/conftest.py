@@ -154,6 +154,7 @@ SLOW_FILES = {
         "shard/engine/test_prefix_transfer",
         "shard/engine/test_engine_modes",
         "shard/engine/test_damaged_embeddings",
+        "shard/engine/test_block_drafts",
         "shard/engine/test_min_tokens",
         "shard/engine/test_prefill_memory",
         "shard/engine/test_batch_traces",

@@ -87,6 +87,8 @@ class TableHead:
     """A draft head that drafts from a table; its cache holds (position, id there, id after it)."""
 
     table: Logits
+    in_blocks: bool = False
+    """Whether it drafts a block at once, each token as if it followed the last committed one."""
     cache: Any = None
 
     def __post_init__(self) -> None:
@@ -96,7 +98,8 @@ class TableHead:
 
     @property
     def model(self) -> DraftModel:
-        return DraftModel(self._head, _embed, self._logits)
+        block = self._block if self.in_blocks else None
+        return DraftModel(self._head, _embed, self._logits, block=block)
 
     @property
     def head_rows(self) -> list[tuple[int, int, int]]:
@@ -112,6 +115,11 @@ class TableHead:
         rows = mx.concatenate([hidden, embedding], axis=-1)[:, None]
         _ = cache.update_and_fetch(rows, rows)
         return mx.concatenate([hidden[..., :1] + 1, embedding], axis=-1)
+
+    def _block(self, out: mx.array, k: int, cache: Any) -> mx.array:
+        assert cache is self.cache
+        places = out[..., :1] + mx.arange(k)[None, :, None]
+        return mx.concatenate([places, mx.broadcast_to(out[..., 1:], places.shape)], axis=-1)
 
     def _logits(self, out: mx.array) -> mx.array:
         at = out.astype(mx.int32)
@@ -179,6 +187,7 @@ def tell(
     runs_ahead: bool = False,
     lookup: PromptLookup | None = None,
     grammar: GrammarMatcher | None = None,
+    in_blocks: bool = False,
     **fields: Any,
 ) -> TableAnswer:
     """Answers over tables to the end, or to what goes wrong; `draft` None decodes plainly.
@@ -187,7 +196,7 @@ def tell(
     """
     model, head, caches = TableTarget(target), None, list[KVCache]()
     if draft is not None:
-        head = TableHead(draft)
+        head = TableHead(draft, in_blocks)
 
     def make_caches() -> list[Any]:
         caches.append(KVCache())

@@ -12,7 +12,8 @@ export function ModelName({ id }) {
 export function Badge({ model, placement }) {
   if (placement) return html`<span class=${`state ${tone(placement.status)}`}>${placement.progress || placement.status}</span>`;
   if (model.fits?.nodes === 0) return html`<span class="badge">too large</span>`;
-  return model.native_mtp?.enabled && html`<span class="badge">drafts for itself</span>`;
+  const drafts = model.native_mtp?.drafter ? "has a drafter" : "drafts for itself";
+  return model.native_mtp?.enabled && html`<span class="badge">${drafts}</span>`;
 }
 
 /** All that is known of a model in short, for its details. */

@@ -169,7 +169,7 @@ function Mtp({ model, placement }) {
   const drafting = placement?.drafting;
   const head = model.native_mtp;
   const off = (reason) => html`<span class="muted">MTP off: ${reason}</span>`;
-  if (drafting?.drafter_kind === "native_mtp") {
+  if (drafting && drafting.drafter_kind !== "none") {
     const most = drafting.draft_policy === "adaptive" ? "up to " : "";
     return html`<span class="muted">MTP on, drafts ${most}${drafting.num_draft_tokens} a round${
       drafting.depth_reason ? html`<span class="small"> (${drafting.depth_reason})</span>` : ""}</span>`;

@@ -4,7 +4,7 @@ import { bytes, layerRange, percent, rate, seconds, whole } from "./format.js";
 import { nameOf } from "./node.js";
 import { html } from "./vendor/htm-preact.module.js";
 
-const DRAFTERS = { native_mtp: "native MTP", prompt_lookup: "prompt lookup" };
+const DRAFTERS = { native_mtp: "native MTP", block_drafter: "block drafter", prompt_lookup: "prompt lookup" };
 
 /** Positions that are shown: as many as a head drafts at most. Copies are longer. */
 const SHOWN_POSITIONS = 8;

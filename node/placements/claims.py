@@ -162,7 +162,7 @@ class Claims:
         placed = placed_of(record)
         wire = placed.drafting
         wire.num_draft_tokens, wire.adaptive_draft = drafting.k, drafting.adaptive
-        if drafting.kind == "native_mtp":
+        if drafting.kind != "none":
             wire.initial_draft_tokens = drafting.initial_k
             wire.initial_draft_source = drafting.reason
         else:

@@ -59,10 +59,12 @@ def resolve(name: str, settings: Settings, distributions: Collection[str]) -> Lo
         raise ModelNotFound(not_here(card.id), param="model")
     hardware = detect_hardware(distributions, settings.memory_limit, visible_gpus())
     fingerprint = library.checkpoint(folder).fingerprint
-    spec = on_this_machine(_spec(card, hardware, settings, fingerprint), folder, settings)
+    spec = _spec(card, hardware, settings, fingerprint)
+    drafter = library.drafter_folder(card.drafter.model) if card.drafter else None
+    spec = on_this_machine(spec, folder, settings, drafter)
     initial_k = 0
-    if card.native_mtp is not None and spec.native_mtp:
-        initial_k, _ = initial_depth(card.native_mtp, settings.native_mtp_default_k)
+    if card.drafts is not None and spec.native_mtp:
+        initial_k, _ = initial_depth(card.drafts, settings.native_mtp_default_k)
     return LocalModel(card, folder, hardware, spec, initial_k)
 
 

@@ -159,7 +159,7 @@ class PlannerView:
 
     def lacks_head(self, plan: StagedPlan, generator: StageRunner) -> bool:
         card, spec = self._cards.get(plan.model), generator.spec
-        if card is None or card.native_mtp is None or plan.plan.mtp_off_reason:
+        if card is None or card.drafts is None or plan.plan.mtp_off_reason:
             return False
         if spec is None or spec.native_mtp:
             return False

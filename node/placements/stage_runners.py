@@ -89,7 +89,8 @@ class LocalStages:
             progress(step_progress)
 
         files = await self._fetcher.fetch(spec, moved)
-        own = on_this_machine(spec, files.folder, self._settings)
+        drafter = await asyncio.to_thread(self._fetcher.drafter, spec)
+        own = on_this_machine(spec, files.folder, self._settings, drafter)
         own.profile_folder = str(self._settings.data_dir / "profiles")
         prefixes = prefix_root(self._settings.data_dir)
         own.prefix_folder = str(prefixes)

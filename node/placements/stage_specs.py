@@ -39,7 +39,7 @@ def build_specs(
 ) -> list[pb.StageSpec]:
     """The specification of each stage, on whichever node. One that takes a stage's place gets the
     same. `settings` and `switch` are those of the generator's node."""
-    stages, mtp = plan.stages, card.native_mtp
+    stages, mtp, native = plan.stages, card.drafts, None if card.drafter else card.native_mtp
     drafting = choose_drafting(card, len(stages), HeadState(True), switch, None)
     off = plan.mtp_off_reason or (drafting.reason if drafting.k == 0 else "")
     loaded = loaded_card(card, plan)
@@ -67,8 +67,10 @@ def build_specs(
             native_mtp=not off,
             max_draft_tokens=mtp.max_k if mtp else 0,
             async_draft_eval=settings.async_draft_eval,
-            draft_vocabulary=mtp.draft_vocabulary if mtp else 0,
-            mtp_hidden=mtp.hidden if mtp else "",
+            draft_vocabulary=native.draft_vocabulary if native else 0,
+            mtp_hidden=native.hidden if native else "",
+            drafter=card.drafter.model if card.drafter else "",
+            drafter_bytes=card.drafter.weight_bytes if card.drafter else 0,
             lease_s=lease_s,
             mtp_off_reason=off,
             prefix_cache_bytes=0 if card.embeds else _prefix_room(sizes, stage, mtp=not off),
@@ -122,12 +124,15 @@ def _lookup_refusal(settings: Settings) -> str:
     return ""
 
 
-def on_this_machine(spec: pb.StageSpec, folder: Path, settings: Settings) -> pb.StageSpec:
+def on_this_machine(
+    spec: pb.StageSpec, folder: Path, settings: Settings, drafter: Path | None = None
+) -> pb.StageSpec:
     """`spec` with what the machine that runs it fills in itself: a peer does not say where a
-    runner listens or reads, or how much memory it takes."""
+    runner listens or reads, or how much memory it takes. `drafter`: the folder of its drafter."""
     own = pb.StageSpec()
     own.CopyFrom(spec)
     own.path = str(folder)
+    own.drafter_path = "" if drafter is None else str(drafter)
     own.ClearField("listen")
     own.ClearField("profile_folder")
     own.ClearField("prefix_folder")

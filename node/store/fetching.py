@@ -73,6 +73,10 @@ class ModelFetcher:
                     refusals.append(self._refusal(model, source, fault))
             return await self._download(model, report, refusals)
 
+    def drafter(self, spec: pb.StageSpec) -> Path | None:
+        """The folder of the drafter that a stage names, on this disk; none is fetched. Blocks."""
+        return self._library.drafter_folder(ModelId(spec.drafter)) if spec.drafter else None
+
     def lock(self, model: ModelId) -> asyncio.Lock:
         """Held while the model's files are brought here or deleted."""
         return self._locks.setdefault(model, asyncio.Lock())

@@ -27,6 +27,13 @@ from ...placement.library import (
 )
 from ...shard.checkpoint.chat_format import capabilities
 from ...shard.checkpoint.checkpoint import Checkpoint, is_weight_file, read_checkpoint, read_config
+from ...shard.checkpoint.drafters import (
+    DrafterFacts,
+    DrafterUnusable,
+    absent_drafter,
+    is_drafter,
+    read_drafter,
+)
 from ...shard.checkpoint.embedders import embedder_facts
 from ...shard.checkpoint.generation_config import read_generation_config
 from ...shard.checkpoint.head_tensors import HeadFound, find_head
@@ -147,7 +154,7 @@ class ModelLibrary:
                 continue
             match self._open_changed(place):
                 case KnownModel() as model:
-                    models[place.id] = model
+                    models[place.id] = self._with_drafter(model)
                 case fault:
                     broken[place.id] = fault
         self._opened = {place: result for place, result in self._opened.items() if place in on_disk}
@@ -288,14 +295,51 @@ class ModelLibrary:
         return self._checkpoints.get(folder)
 
     def head(self, model: KnownModel) -> HeadState:
-        """Whether the model's own draft head is in its files, by their headers."""
+        """Whether what drafts for the model is in its files, or on this disk, by their headers."""
         if model.folder is None:
             return HeadState(False, not_here(model.card.id))
         try:
+            if model.card.drafter is not None:
+                _ = self._drafter(model.card)
+                return HeadState(True)
             head = find_head(self.checkpoint(model.folder))
+        except DrafterUnusable as fault:
+            return HeadState(False, str(fault))
         except ExoNodeError as fault:
             return HeadState(False, fault.message)
         return HeadState(True) if isinstance(head, HeadFound) else HeadState(False, head.reason)
+
+    def drafter_folder(self, drafter: ModelId) -> Path | None:
+        """The folder of a block drafter on this disk."""
+        for place in in_folders(self._roots):
+            if place.id == drafter and not place.partial and not place.fault:
+                return place.folder
+        return HubCache().find(drafter)
+
+    def _drafter(self, card: ModelCard) -> DrafterFacts:
+        """The facts of the card's drafter, which fits it. Raises DrafterUnusable, and
+        InvalidCheckpoint."""
+        assert card.drafter is not None
+        name = card.drafter.model
+        if (folder := self.drafter_folder(name)) is None:
+            raise DrafterUnusable(absent_drafter(name))
+        facts = read_drafter(self.checkpoint(folder), name)
+        facts.require_fit(card.vocab_size, card.hidden_size, card.num_layers, card.drafter.max_k)
+        return facts
+
+    def _with_drafter(self, model: KnownModel) -> KnownModel:
+        """The model with the sizes of its drafter, where its card lacks them and the files have
+        them; else `head` says why not."""
+        drafter = model.card.drafter
+        if drafter is None or drafter.weight_bytes:
+            return model
+        try:
+            facts = self._drafter(model.card)
+        except (DrafterUnusable, ExoNodeError):
+            return model
+        sizes = {"weight_bytes": facts.weight_bytes, "cached_numbers": facts.cached_numbers}
+        filled = drafter.model_copy(update=sizes)
+        return replace(model, card=model.card.model_copy(update={"drafter": filled}))
 
     def file_facts(self, model: KnownModel) -> FileFacts:
         """The facts of the model's files that lists show; its card adds capabilities."""
@@ -310,6 +354,9 @@ class ModelLibrary:
 
     def open(self, place: Place) -> KnownModel:
         """The model as its files are now. Raises InvalidCheckpoint and InvalidCard."""
+        return self._with_drafter(self._open(place))
+
+    def _open(self, place: Place) -> KnownModel:
         if place.fault:
             raise InvalidCheckpoint(place.fault, param="model")
         if place.missing:
@@ -318,6 +365,12 @@ class ModelLibrary:
         if place.hub and (card := self._packaged.get(place.id)) is not None:
             return KnownModel(card, folder)
         config = read_config(folder)
+        if is_drafter(config):
+            raise InvalidCheckpoint(
+                f"{place.id} is a block drafter, which answers nothing by itself; name it in the "
+                "card of the model that it drafts for, under drafter.model",
+                param="model",
+            )
         card_file = folder / CARD_FILE
         overrides = dict(read_card_file(card_file)) if card_file.exists() else {}
         overrides |= self._user.facts_of(place.id)
@@ -341,7 +394,7 @@ class ModelLibrary:
         cached = self._opened.get(place)
         if cached is None or cached[0] != current:
             try:
-                cached = (current, self.open(place))
+                cached = (current, self._open(place))
             except ExoNodeError as fault:
                 cached = (current, fault)
             self._opened[place] = cached
@@ -358,7 +411,8 @@ class ModelLibrary:
             return KnownModel(card, Path(str(files("exo_node.shard"))) / "models" / "demo")
         if card.repository is None:
             return KnownModel(card, None)
-        return KnownModel(card, HubCache().locate(card.repository, card.revision))
+        folder = HubCache().locate(card.repository, card.revision)
+        return self._with_drafter(KnownModel(card, folder))
 
     def _unknown(self, model: ModelId, *, here: bool = False) -> ModelNotFound:
         """`here`: the error names models on this disk alone, and no download."""

@@ -12,7 +12,7 @@ from typing import Any, Final
 from ...placement.card import ModelCard
 from ...placement.cluster import ClusterView
 from ...placement.config import ENCODERS
-from ...placement.drafting import HeadState
+from ...placement.drafting import HeadState, drafter_words
 from ...placement.errors import InvalidCheckpoint
 from ...placement.fitting import Fit, fit
 from ...placement.ids import ModelId
@@ -60,7 +60,7 @@ def facts(card: ModelCard, fit: Fit, files: FileFacts) -> dict[str, Any]:
         "size_bytes": card.weight_bytes,
         "quantization": card.quantization,
         "format": format_of(card),
-        "drafts": card.native_mtp is not None,
+        "drafts": card.drafts is not None,
         "parameters": parameters(card.weight_bytes, card.quantization, format_of(card)),
         "model_type": card.model_type,
         "capabilities": list(files.capabilities),
@@ -119,9 +119,9 @@ def format_of(card: ModelCard) -> str:
 
 def mtp_words(card: ModelCard, head: HeadState) -> str:
     """Whether the model can draft for itself, before switches and placements are asked."""
-    if head.loaded and card.native_mtp is not None:
-        mtp = card.native_mtp
-        return f"head found; drafts up to {mtp.max_k} a round"
+    if head.loaded and card.drafts is not None:
+        found = f"{drafter_words(card)} is here" if card.drafter else "head found"
+        return f"{found}; drafts up to {card.drafts.max_k} a round"
     return head.reason or "no head"
 
 

@@ -2,6 +2,7 @@
 
 chat_format.py: the abilities of a chat template
 checkpoint.py: a folder as a validated table of tensors
+drafters.py: for which models a block drafter drafts, and what it takes
 embedders.py: what an encoder computes, and how an embedder pools
 files.py: small files, replaced whole or not at all; the node's, too
 generation_config.py: the publisher's sampling and end tokens

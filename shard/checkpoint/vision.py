@@ -30,6 +30,7 @@ _ADD: Final = (
 ADD_IMAGES: Final = _ADD.format("images")
 ADD_ENCODERS: Final = _ADD.format("encoders")
 ADD_CLASSES: Final = _ADD.format("models of the type {kind}")
+ADD_DRAFTERS: Final = _ADD.format("block drafters")
 
 
 @dataclass(frozen=True, slots=True)

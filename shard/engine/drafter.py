@@ -16,6 +16,7 @@ from ...mtp.sampling import greedy_choice
 from ...mtp.schedule import rows_at
 from ...mtp.seams import Drafts, as_row, joined_drafts
 from ...mtp.types import Sampling
+from ..model.block_drafter import BlockDrafter
 from .states.cache_set import CacheSet, Part
 from .states.state import DraftState
 from .states.unread_rows import READ_ROWS, RowBlock, Rows, UnreadRows, joined
@@ -43,10 +44,19 @@ class DraftModel(NamedTuple):
     """(B, n, H) -> (B, n, V), or fewer columns if only the first ids are drafted."""
     make_cache: Callable[[], RowCache] = KVCache
     """The head's cache without rows."""
+    block: Callable[[mx.array, int, Any], mx.array] | None = None
+    """What drafts in place of more rows of the head: its output (B, 1, H) at the last row, k, and
+    its cache, which stays as it is -> (B, k, H). None for a head that drafts row by row."""
 
     @classmethod
-    def of(cls, family: Family, head: DraftHead, vocabulary: int = 0) -> "DraftModel":
-        """`vocabulary`: the number of ids that are drafted, or 0 for all."""
+    def of(
+        cls, family: Family | None, head: DraftHead | BlockDrafter, vocabulary: int = 0
+    ) -> "DraftModel":
+        """`vocabulary`: the number of ids that are drafted, or 0 for all. A `BlockDrafter` drafts
+        all, and needs no family."""
+        if isinstance(head, BlockDrafter):
+            return cls(head.read, head.embed, head.logits, head.make_cache, head.block)
+        assert family is not None
         logits = draft_logits(family, head, vocabulary)
         return cls(head, family.embed, logits, head.make_cache)
 
@@ -128,10 +138,14 @@ class Drafter:
         """
         hidden = self._read_all()
         assert hidden is not None, "a draft needs a row that the head has not read"
+        block = self._model.block
+        rows = None if block is None else block(hidden, k, self._set.caches[0])
         steps, finite = list[mx.array](), list[mx.array]()
         before: list[list[Drafts]] = [[] for _ in limits]
         for depth in range(k):
-            if depth:
+            if rows is not None:
+                hidden = rows[:, depth : depth + 1]
+            elif depth:
                 embedding = self._model.embed(steps[-1][:, None])
                 hidden = self._model.head(hidden, embedding, self._set.caches[0])
                 self._set.positions.advance([1] * len(limits))
@@ -147,7 +161,8 @@ class Drafter:
             steps.append(_with_rows(ids, {row: d.tokens for row, d in drawn.items()}, len(limits)))
             flags = {row: d.finite for row, d in drawn.items() if d.finite is not None}
             finite.append(_with_rows(sound, flags, len(limits)))
-        self._set.drop(k - 1)
+        if rows is None:
+            self._set.drop(k - 1)
         of_each = tuple(joined_drafts(each) if each else None for each in before)
         tokens = mx.stack(steps, axis=1).astype(mx.int32)
         return RowDrafts(tokens, mx.stack(finite, axis=1), of_each)

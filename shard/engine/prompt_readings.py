@@ -89,6 +89,8 @@ class PromptReadings:
             if images is not None and images.deep_layers > readers.layers[0].first:
                 raise ValueError("layers of readers need the images")
             assert self._views is not None, "the service drops readers otherwise"
+            if self._views.drafts_from_layers and state.draft is not None:
+                raise ValueError("a block drafter needs the outputs of the readers' inner layers")
             borders = self._prefixes.borders(request.path, state.rows)
             reading = SharedReading(
                 self._views, readers, state, request.prompt, request.ends, borders, request.key

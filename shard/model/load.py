@@ -20,11 +20,13 @@ from ...placement.errors import InvalidCheckpoint, LoadFailed
 from ...placement.kv_bits import source_of
 from ...proto import peer_pb2 as pb
 from ..checkpoint.checkpoint import Checkpoint, read_checkpoint
+from ..checkpoint.drafters import DrafterUnusable
 from ..checkpoint.embedders import require_positions
 from ..checkpoint.head_tensors import HeadMissing, find_head
 from ..checkpoint.vision import Vision, vision_of
 from ..kernels.install import install
 from ..kernels.trial import KernelChoice
+from .block_drafter import BlockDrafter, load_block_drafter
 from .fusing import prepare_fusing
 from .open_model import (
     backbone_is_raw,
@@ -63,7 +65,7 @@ class Loaded:
     expected: StageLimits
     codec: "TextCodec | None" = None
     head: Any = None
-    """A `DraftHead`, or None."""
+    """A `DraftHead` or a `BlockDrafter`, or None."""
     head_state: str = ""
     tower: Tower | None = None
     """The vision tower, or None for the reason `images`."""
@@ -128,8 +130,9 @@ def _load(spec: pb.StageSpec, report: Report) -> Loaded:
         stage.require_width(limits.hidden_size)
     head, head_state, head_bytes = None, spec.mtp_off_reason, 0
     if generator and spec.native_mtp:
-        head, head_state = _load_head(spec, checkpoint, stage, dtype)
-        head_bytes = sum(p.nbytes for p in parameters_of(head)) if head is not None else 0
+        head, head_state = _load_head(spec, checkpoint, stage, dtype, limits)
+        module = head.module if isinstance(head, BlockDrafter) else head
+        head_bytes = sum(p.nbytes for p in parameters_of(module)) if head is not None else 0
     tower, images = None, ""
     if generator:
         tower, images = load_tower(checkpoint, vision, dtype, spec.end_layer)
@@ -179,7 +182,8 @@ def _choose_kernels(
 ) -> tuple[KernelChoice, ...]:
     parts: list[nn.Module] = stage.own_layers
     family = family_of(stage.model) if spec.stage == 0 else None
-    parts += [part for part in (family.output if family else None, head) if part is not None]
+    own = (family.output if family else None, head)
+    parts += [part for part in own if isinstance(part, nn.Module)]
     mode = "mlx" if spec.kernels == "mlx" else "auto"
     stored = StoredRows(spec.profile_folder, fingerprint)
     earlier = stored.read()
@@ -205,9 +209,18 @@ def _choose_kernels(
 
 
 def _load_head(
-    spec: pb.StageSpec, checkpoint: Checkpoint, stage: StageModel, dtype: mx.Dtype
+    spec: pb.StageSpec,
+    checkpoint: Checkpoint,
+    stage: StageModel,
+    dtype: mx.Dtype,
+    limits: StageLimits,
 ) -> tuple[Any, str]:
-    """The draft head, and "loaded" or the reason why there is none."""
+    """The draft head or the drafter, and "loaded" or the reason why there is none."""
+    if spec.drafter:
+        try:
+            return load_block_drafter(spec, stage, limits, dtype), "loaded"
+        except DrafterUnusable as fault:
+            return None, str(fault)
     family = _family(spec, stage)
     if isinstance(family, str):
         return None, family

@@ -20,6 +20,7 @@ from ..engine.answers.draft_profile import DraftProfile, DraftProfileKey
 from ..engine.attempts import Attempts
 from ..engine.prefixes.disk import PrefixDisk
 from ..kernels.install import used
+from ..model.block_drafter import BlockDrafter
 from ..model.load import Loaded
 
 log = logging.getLogger(__name__)
@@ -106,9 +107,10 @@ def _processor() -> tuple[str, ...]:
 def _key(spec: pb.StageSpec, loaded: Loaded) -> DraftProfileKey:
     info = cast("dict[str, object]", mx.device_info())
     bits = spec.kv_bits
+    drafter = loaded.head.fingerprint if isinstance(loaded.head, BlockDrafter) else ""
     return DraftProfileKey(
         device=str(info.get("device_name", mx.default_device())),
-        checkpoint=loaded.fingerprint,
+        checkpoint=loaded.fingerprint + (f", drafter {drafter}" if drafter else ""),
         dtype=spec.dtype + (f", caches of {bits} bits" if bits else ""),
         mlx=" ".join((version("mlx"), version("mlx-lm"), *used(loaded.kernels))),
         draft_vocabulary=spec.draft_vocabulary,

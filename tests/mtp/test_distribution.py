@@ -146,6 +146,7 @@ def deviation(
     copies: int = 0,
     grammar: GrammarMatcher | None = None,
     expected: Logits | None = None,
+    in_blocks: bool = False,
 ) -> float:
     """How far a long answer is from the target's joint distribution over 1 to K + 2 tokens.
 
@@ -164,6 +165,7 @@ def deviation(
         runs_ahead=runs_ahead,
         lookup=lookup,
         grammar=grammar,
+        in_blocks=in_blocks,
     )
     mixed = (r for r in answer.rounds if r.is_copied and 0 < r.accepted < r.drafted)
     assert any(mixed) or not copies
@@ -192,6 +194,13 @@ def test_the_distribution_holds_under_filters(k: int, name: str) -> None:
 def test_it_holds_where_only_the_first_ids_can_be_drafted(k: int, s: Sampling) -> None:
     """A drafter that knows three of four ids, and one that knows as few as top_k keeps."""
     assert deviation(TARGET, DRAFTS["near"][..., : 4 - k], k, s) < SUSPICIOUS
+
+
+@pytest.mark.parametrize(("k", "draft", "name"), [(1, "near", "xtc"), (3, "another", "top_k")])
+def test_it_holds_where_a_block_is_drafted_at_once(k: int, draft: str, name: str) -> None:
+    """Each draft has a distribution of its own, whatever is drawn in front of it."""
+    assert deviation(TARGET, DRAFTS[draft], k, WARM, in_blocks=True) < SUSPICIOUS
+    assert deviation(TARGET, DRAFTS[draft], k, FILTERS[name], in_blocks=True) < SUSPICIOUS
 
 
 @pytest.mark.parametrize(("k", "draft", "name"), [(2, "near", "cold"), (3, "sure", "top_p")])

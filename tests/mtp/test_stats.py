@@ -29,7 +29,7 @@ def collected(
         clock.now += each
     clock.now += 1000  # what the reader does with the last round is not decoding
     return collector.finish(
-        GenerationStats(num_draft_tokens=k, prompt_tokens=10, cached_tokens=cached)
+        GenerationStats("native_mtp", k, prompt_tokens=10, cached_tokens=cached)
     )
 
 
@@ -122,7 +122,7 @@ def test_rounds_of_an_earlier_attempt_are_counted_and_not_timed() -> None:
     collector.add(Round((7, 7), 3, 1, Forward(0, 4)))
     clock.now += 0.5
     collector.add(Round((7, 7, 7), 3, 2, Forward(0, 4)))
-    stats = collector.finish(GenerationStats(num_draft_tokens=3, prompt_tokens=10, resumes=1))
+    stats = collector.finish(GenerationStats("native_mtp", 3, prompt_tokens=10, resumes=1))
     assert (stats.completion_tokens, stats.spec_decode_rounds) == (10, 3)
     assert stats.prompt_tps == pytest.approx(2.0)
     assert stats.time_to_first_token_s == pytest.approx(5.0)

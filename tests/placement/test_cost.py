@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import cards
 import pytest
-from cards import stage_bytes
+from cards import MTP, stage_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +17,7 @@ from exo_node.placement.cluster import (
 )
 from exo_node.placement.cost import (
     ASSUMED_MTP_SPEEDUP,
+    HEADROOM,
     SERIALISATION_S,
     mtp_speedup,
     seconds_per_token,
@@ -194,3 +195,16 @@ def test_a_moe_reads_its_chosen_experts_only() -> None:
 def test_a_stage_on_an_unknown_node_is_a_key_error() -> None:
     with pytest.raises(KeyError, match="gone"):
         seconds_per_token(card(), [StageAssignment(NodeId("gone"), 0, 8)], view())
+
+
+def test_a_named_drafter_is_counted_in_place_of_the_head() -> None:
+    sizes = {"weight_bytes": 500_000, "cached_numbers": 100}
+    plain = cards.card(8, native_mtp=MTP)
+    drafted = cards.card(8, native_mtp=MTP, drafter={"model": "a/drafter", **sizes})
+    without = stage_bytes(drafted, 0, 8, True, 1000)
+    assert without == stage_bytes(plain, 0, 8, True, 1000)
+    over, under = HEADROOM
+    need = stage_bytes(drafted, 0, 8, True, 1000, mtp=True)
+    assert need - without == pytest.approx((500_000 + 1000 * 100 * 2) * over / under, abs=1)
+    wide = drafted.computed_in("float32")
+    assert (wide.draft_bytes, wide.draft_bytes_per_token) == (1_000_000, 400)

@@ -1,7 +1,7 @@
 from itertools import product
 
 import pytest
-from cards import card
+from cards import MTP, card
 
 from exo_node.placement.card import ModelCard
 from exo_node.placement.drafting import (
@@ -166,3 +166,20 @@ def test_the_reasons_are_the_planners_and_the_loaders_too() -> None:
     assert split == Drafting("none", 0, split_reason(3))
     off = choose_drafting(DECLARED, 1, SILENT, BY_VARIABLE, None)
     assert off == Drafting("none", 0, opted_out_reason(BY_VARIABLE))
+
+
+DRAFTED = card(drafter={"model": "a/drafter", "default_k": 2, "max_k": 5}, native_mtp=MTP)
+
+
+def test_a_drafter_that_a_card_names_drafts_in_place_of_the_head() -> None:
+    drafting = choose_drafting(DRAFTED, 1, HeadState(True), EnabledState(True), None, adaptive=True)
+    assert drafting == Drafting("block_drafter", 5, "the model's default", True, 2)
+    with pytest.raises(InvalidRequest, match="at most 5"):
+        _ = choose_drafting(DRAFTED, 1, HeadState(True), EnabledState(True), 6)
+
+
+def test_what_turns_a_drafter_off_names_it() -> None:
+    split = choose_drafting(DRAFTED, 2, HeadState(True), EnabledState(True), None)
+    assert split.reason.startswith("the block drafter a/drafter needs the whole model on one node")
+    off = choose_drafting(DRAFTED, 1, HeadState(True), BY_VARIABLE, None)
+    assert off.reason.startswith("the block drafter a/drafter is off by EXO_NATIVE_MTP_ENABLED=0")

@@ -330,15 +330,15 @@ def _code_text() -> str:
 
 
 def test_the_models_pages_card_is_a_card() -> None:
-    card, _ = [tomllib.loads(block) for block in blocks(text_of("docs/models.md"), "toml")]
+    card, drafter, _ = [tomllib.loads(b) for b in blocks(text_of("docs/models.md"), "toml")]
     facts = packaged_cards().popitem()[1].model_dump(exclude={"native_mtp", "sampling"})
-    parsed = parse_card({**facts, **card}, "docs/models.md")
-    assert parsed.native_mtp is not None
+    parsed = parse_card({**facts, **card, **drafter}, "docs/models.md")
+    assert parsed.native_mtp is not None and parsed.drafter is not None
     assert parsed.native_mtp.default_k <= parsed.native_mtp.max_k
 
 
 def test_the_models_pages_profiles_are_profiles(tmp_path: Path) -> None:
-    _, text = blocks(text_of("docs/models.md"), "toml")
+    *_, text = blocks(text_of("docs/models.md"), "toml")
     path = tmp_path / "profiles.toml"
     _ = path.write_text(text)
     profiles = ProfileFile(path)

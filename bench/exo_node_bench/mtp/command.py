@@ -122,7 +122,7 @@ def _parse_depths(text: str | None) -> list[int] | None:
 
 def _possible_depths(depths: list[int] | None, local: "LocalModel") -> list[int]:
     """The requested or all possible depths; none for a model that does not draft."""
-    native = local.card.native_mtp
+    native = local.card.drafts
     if native is None or not local.spec.native_mtp:
         return []
     if depths is None:

@@ -24,7 +24,7 @@ from .runs import BenchPlan
 from .workloads import Calibration
 
 _FINISHES: Final = frozenset({"stop", "length", "tool_calls"})
-_KINDS: Final = frozenset({"native_mtp", "prompt_lookup", "none"})
+_KINDS: Final = frozenset({"native_mtp", "block_drafter", "prompt_lookup", "none"})
 _POLICIES: Final = frozenset({"adaptive", "fixed"})
 
 

@@ -2,14 +2,17 @@
 
 import logging
 from dataclasses import replace
+from typing import Final
 
 from ....mtp.drafting.acceptance import Acceptance
 from ....mtp.drafting.costs import CostTable
 from ....mtp.drafting.round_policy import DraftDemand, RoundPolicy
 from ....mtp.families.family import Family
 from ....mtp.families.head import DraftHead
+from ....mtp.types import DrafterKind
 from ....placement.errors import InvalidRequest
 from ....proto.fields import changed
+from ...model.block_drafter import BlockDrafter
 from ...model.tensors import parked_reason
 from ..drafter import DraftModel
 from ..measuring import NOT_MEASURED
@@ -18,6 +21,9 @@ from ..request import Parameters
 from .draft_profile import DraftProfile
 
 log = logging.getLogger(__name__)
+NO_IMAGES: Final = (
+    "a block drafter does not draft answers about images: it was trained on rows of text alone"
+)
 
 
 class DraftControl:
@@ -25,7 +31,7 @@ class DraftControl:
 
     def __init__(
         self,
-        head: DraftHead | None,
+        head: DraftHead | BlockDrafter | None,
         family: Family | None,
         vocabulary: int,
         options: EngineOptions,
@@ -34,6 +40,8 @@ class DraftControl:
     ) -> None:
         """`family` is None if the model gives no hidden states, or is split over stages."""
         self._head = head
+        self.kind: DrafterKind = "block_drafter" if isinstance(head, BlockDrafter) else "native_mtp"
+        """What drafts where a request drafts by more than copies."""
         self._family = family
         self._profile = profile
         self._policy = policy
@@ -94,8 +102,10 @@ class DraftControl:
         Raises InvalidRequest.
         """
         self.check(request.k)
-        if request.k and not self.grants(request.k):
-            changes = {"num_draft_tokens": 0, "adaptive_draft": False}
+        changes = {"num_draft_tokens": 0, "adaptive_draft": False}
+        if request.k and request.images and self.kind == "block_drafter":
+            drafting = changed(request.drafting, **changes, drafting_reason=NO_IMAGES)
+        elif request.k and not self.grants(request.k):
             drafting = changed(request.drafting, **changes, drafting_reason=self.refusal)
         elif request.k > self.depth:
             drafting = changed(request.drafting, num_draft_tokens=self.depth)
@@ -134,6 +144,7 @@ class DraftControl:
 
     def model(self) -> DraftModel | None:
         """The head with the parts that it shares with the target; None without a head."""
-        if self._head is None or self._family is None:
+        is_head = not isinstance(self._head, BlockDrafter)
+        if self._head is None or (is_head and self._family is None):
             return None
         return DraftModel.of(self._family, self._head, self._vocabulary)

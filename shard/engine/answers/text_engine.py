@@ -11,7 +11,6 @@ import mlx.core as mx
 
 from ....mtp.caches.batch_caches import can_batch
 from ....mtp.drafting.round_policy import RoundPolicy
-from ....mtp.families.table import family_of
 from ....mtp.sampler import Sampler
 from ....mtp.schedule import Schedule
 from ....mtp.types import CacheTier, FinishReason, GenerationStats
@@ -20,8 +19,8 @@ from ....proto import peer_pb2 as pb
 from ...checkpoint.prefix_files import ReceivedPrefix
 from ...kernels import own_keys, row_groups
 from ...kernels.install import used
+from ...model.block_drafter import targets_of
 from ...model.load import Loaded
-from ...model.stage_model import target_of
 from ...model.tower import embedding_of
 from ...pipeline.link import StageLink
 from ...text.stop_strings import StopStrings
@@ -96,9 +95,8 @@ class TextEngine:
         self._link = link
         profile = profile or DraftProfile.open("", NO_PROFILE, clock)
         self.limits = RequestLimits(options.context_length, vocabulary)
-        hidden_kind = None if head is None else head.hidden_kind
-        family = family_of(stage.model, hidden_kind) if link is None else None
-        self._target, whole = target_of(stage, family), link is None
+        whole = link is None
+        family, self._target = targets_of(stage, head, whole=whole)
         self._measured = self._target if whole else StageSubject(stage, loaded.expected)
         self._views = self._layer_views(loaded)
         self._tower = loaded.tower
@@ -341,6 +339,7 @@ class TextEngine:
         self.drafting.park(request.drafts.parked_at)
         depth_reason = self._note_depth(request) if parameters.k else ""
         stats = GenerationStats(
+            drafter_kind=self.drafting.kind,
             num_draft_tokens=parameters.k,
             drafting_reason=parameters.drafting.drafting_reason or self.drafting.parked_reason,
             acceptance_rule=parameters.sampling.rule_of(request.most_drafts),

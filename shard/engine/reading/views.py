@@ -7,7 +7,7 @@ from typing import Any, Final
 import mlx.core as mx
 
 from ....mtp.seams import FORWARD_FAULTS, ForwardOutput, Want, as_row
-from ....mtp.targets import FamilyTarget, WholeTarget
+from ....mtp.targets import FamilyTarget, TappedTarget, WholeTarget
 from ....placement.errors import LoadFailed
 from ...model.stage_model import StageModel
 from ...model.tensors import DTYPES
@@ -23,7 +23,7 @@ class LayerViews:
     def __init__(
         self,
         stage: StageModel,
-        target: FamilyTarget | WholeTarget | None,
+        target: FamilyTarget | TappedTarget | WholeTarget | None,
         *,
         hidden_size: int,
         dtype: str,
@@ -33,10 +33,13 @@ class LayerViews:
         """`target`: computes with the whole model; None where not all of it is here.
         `require_splittable` raises LoadFailed for layers that do not compute the same as
         in the whole model."""
-        self.reads_last_apart = isinstance(target, WholeTarget) and not target.reads_ends
+        self.drafts_from_layers = isinstance(target, TappedTarget)
+        """Whether drafts need the outputs of inner layers, which no reader returns."""
+        whole = target.plain if isinstance(target, TappedTarget) else target
+        self.reads_last_apart = isinstance(whole, WholeTarget) and not whole.reads_ends
         """Whether the whole model reads a prompt's last row apart."""
         self._stage = stage
-        self._target = target
+        self._target = whole
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._context_length = context_length

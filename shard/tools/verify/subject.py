@@ -8,7 +8,6 @@ import mlx.core as mx
 from mlx import nn
 
 from ....mtp.caches.rollback import fixed_kinds, rollback
-from ....mtp.families.table import family_of
 from ....mtp.probe import Subject
 from ....mtp.sampler import Sampler
 from ....mtp.seams import ForwardOutput, Want, as_row
@@ -17,8 +16,8 @@ from ....mtp.types import Round, Sampling
 from ...engine.drafter import DraftModel
 from ...engine.round_forms import COUNTS_ON_DEVICE
 from ...kernels.install import used
+from ...model.block_drafter import targets_of
 from ...model.load import Loaded
-from ...model.stage_model import target_of
 from ..bare_engine import bare_engine, bare_request, rounds_of
 
 HEADLESS_K = 3
@@ -86,12 +85,12 @@ class Forwards:
 def subject_of(loaded: Loaded, dtype: mx.Dtype, chunk: int, max_k: int) -> ModelUnderTest:
     """The model under test of a loaded stage. `max_k` 0 (no drafts): checks up to HEADLESS_K."""
     head, stage = loaded.head, loaded.model
-    family = family_of(stage.model, None if head is None else head.hidden_kind)
+    family, target = targets_of(stage, head)
     model = None
-    if family is not None and head is not None and max_k:
+    if head is not None and max_k:
         model = DraftModel.of(family, head)
     return ModelUnderTest(
-        target=target_of(stage, family),
+        target=target,
         make_caches=stage.make_caches,
         vocabulary=loaded.expected.vocabulary,
         dtype=dtype,

@@ -20,6 +20,9 @@ class Fetcher:
     async def fetch(self, *_: object) -> StageFolder:
         return StageFolder(Path("/here"), "f")
 
+    def drafter(self, spec: pb.StageSpec) -> Path | None:
+        return Path("/beside") if spec.drafter else None
+
 
 class Profiling:
     """Adds this node's own addresses, as the real one does."""
@@ -50,6 +53,8 @@ def test_a_peer_does_not_say_where_a_runner_listens_or_reads(tmp_path: Path) -> 
         model="demo",
         listen=["0.0.0.0", "8.8.8.8"],
         path="/etc",
+        drafter="a/drafter",
+        drafter_path="/etc",
         profile_folder="/tmp",
         prefix_folder="/tmp",
         prefix_disk_bytes=1 << 40,
@@ -60,7 +65,10 @@ def test_a_peer_does_not_say_where_a_runner_listens_or_reads(tmp_path: Path) -> 
     assert list(spec.listen) == ["127.0.0.2"]
     assert (spec.path, spec.profile_folder) == ("/here", str(tmp_path / "profiles"))
     assert (spec.prefix_folder, spec.prefix_disk_bytes) == (str(tmp_path / "prefixes"), 500_000_000)
-    assert spec.memory_limit_bytes == 0
+    assert (spec.drafter_path, spec.memory_limit_bytes) == ("/beside", 0)
+    foreign.drafter = ""
+    _ = asyncio.run(stages.load(foreign, lambda _: None))
+    assert not supervisor.loaded[-1].drafter_path
 
 
 MODEL = ModelId("owner/tiny")

@@ -134,7 +134,7 @@ def test_only_changed_models_are_read_again(
     make_checkpoint(tmp_path / "models" / "one", "llama")
     library = ModelLibrary((tmp_path / "models",), offline=True)
     first = library.scan()
-    monkeypatch.setattr(library, "open", None)
+    monkeypatch.setattr(library, "_open", None)
     assert library.scan() == first
 
 

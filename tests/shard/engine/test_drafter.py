@@ -11,8 +11,9 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from drafters import drafter_config, stock_module
 from mlx_lm.models.cache import KVCache
-from tiny import VOCABULARY, family
+from tiny import VOCABULARY, family, tiny_qwen
 
 from exo_node.mtp.caches.batch_slots import order_of
 from exo_node.mtp.caches.rollback import row_count, state_arrays
@@ -22,9 +23,15 @@ from exo_node.mtp.types import Sampling
 from exo_node.shard.engine.drafter import PENDING_ROWS, Drafter, DraftModel, read_rows
 from exo_node.shard.engine.states import unread_rows
 from exo_node.shard.engine.states.state import DraftState
+from exo_node.shard.model.block_drafter import BlockDrafter
 
 FAMILY = family()
 HIDDEN = 64
+DRAFTERS: list[dict[str, Any]] = [
+    {},
+    {"num_hidden_layers": 1},
+    {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9},
+]
 SAMPLINGS = [Sampling(), Sampling(temperature=1.0)]
 
 
@@ -72,13 +79,20 @@ class Scene:
     """Requests that share forwards, whose rounds are made up."""
 
     def __init__(
-        self, seed: int, size: int = 3, patience: int = 10_000, reads: float = 0.0
+        self,
+        seed: int,
+        size: int = 3,
+        patience: int = 10_000,
+        reads: float = 0.0,
+        model: DraftModel | None = None,
     ) -> None:
-        """`reads`: the share of joining requests whose prompts the head has read."""
+        """`reads`: the share of joining requests whose prompts the head has read. `model`: by
+        default that of a `CountingHead`."""
         self.reads = reads
         self.draw = random.Random(seed)
         self.head = CountingHead()
-        self.model = model_of(self.head)
+        self.model = model or model_of(self.head)
+        self.alone = model or model_of(CountingHead())
         self.patience = patience
         self.answers, states = self._joining(size, rests=0.0)
         self.drafter = Drafter(self.model, states)
@@ -118,7 +132,7 @@ class Scene:
             drafts = self.drafter.draft(k, [k] * len(places), samplers, places).tokens
             if not self.on_device:
                 for index, answer in enumerate(self.answers):
-                    assert_as_alone(self.drafter.extract(index), answer, drafts[index])
+                    self._assert_as_alone(self.drafter.extract(index), answer, drafts[index])
         row_counts = [
             self.draw.choice([1, k + 1, self.draw.randrange(1, k + 2)]) for _ in self.answers
         ]
@@ -158,16 +172,19 @@ class Scene:
         new_rows = self.rows(2)
         state.observe(*new_rows)
         answer.commit(*new_rows)
-        alone = Drafter(model_of(CountingHead()), [state])
+        alone = Drafter(self.alone, [state])
         drafts = alone.draft(2, [2], [answer.sampler], [len(answer.following)]).tokens
-        assert_as_alone(alone.extract(0), answer, drafts[0])
+        self._assert_as_alone(alone.extract(0), answer, drafts[0])
+
+    def _assert_as_alone(self, state: DraftState, answer: Answer, drafts: mx.array) -> None:
+        assert_as_alone(state, answer, drafts, self.alone)
 
 
-def assert_as_alone(state: DraftState, answer: Answer, drafts: mx.array) -> None:
+def assert_as_alone(state: DraftState, answer: Answer, drafts: mx.array, model: DraftModel) -> None:
     """Cache and drafts are those of one pass over all rows."""
     if not answer.drafts:
         return
-    alone, k = Drafter(model_of(CountingHead()), [answer.at_once()]), drafts.shape[0]
+    alone, k = Drafter(model, [answer.at_once()]), drafts.shape[0]
     expected = alone.draft(k, [k], [answer.sampler], [len(answer.following)]).tokens
     assert as_ids(drafts) == as_ids(expected[0])
     once, rows = alone.extract(0).cache, len(answer.following)
@@ -179,7 +196,21 @@ def assert_as_alone(state: DraftState, answer: Answer, drafts: mx.array) -> None
 
 @pytest.mark.parametrize("seed", range(8))
 def test_rows_and_drafts_are_those_of_one_pass_whatever_happens(seed: int) -> None:
-    scene = Scene(seed, size=1 + seed % 3, reads=0.5 * (seed % 2))
+    play(Scene(seed, size=1 + seed % 3, reads=0.5 * (seed % 2)))
+
+
+@pytest.mark.parametrize("changes", DRAFTERS, ids=repr)
+@pytest.mark.parametrize("seed", range(4))
+def test_so_are_those_of_a_block_drafter(seed: int, changes: dict[str, Any]) -> None:
+    model = tiny_qwen()
+    module = stock_module(drafter_config(VOCABULARY) | changes)
+    mx.eval(module.parameters())
+    drafter = BlockDrafter(module, model, model.layers, "")
+    play(Scene(seed, 1 + seed % 3, reads=0.5 * (seed % 2), model=DraftModel.of(None, drafter)))
+
+
+def play(scene: Scene) -> None:
+    """Rounds, waits and changes of members in a drawn order."""
     scene.plain_rounds(2)
     for _ in range(14):
         match scene.draw.randrange(6):

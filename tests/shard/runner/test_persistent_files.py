@@ -18,6 +18,7 @@ from exo_node.shard.engine.prefixes.memory import PrefixCache
 from exo_node.shard.engine.prefixes.prompt_path import PromptPath
 from exo_node.shard.engine.states.state import State
 from exo_node.shard.kernels.trial import KernelChoice
+from exo_node.shard.model.block_drafter import BlockDrafter
 from exo_node.shard.runner.persistent_files import (
     prefix_disk_of,
     profile_of,
@@ -38,7 +39,7 @@ class Load:
         _ = self.weights.write_bytes(b"weights")
         self._folder = folder
 
-    def _disk(self, **changes: Any) -> Any:
+    def _disk(self, head: Any = None, **changes: Any) -> Any:
         fields: dict[str, Any] = {
             "path": str(self._folder),
             "prefix_folder": str(self._folder / "prefixes"),
@@ -48,7 +49,7 @@ class Load:
             "prefill_chunk": 512,
         }
         model = SimpleNamespace(make_caches=lambda: [KVCache()])
-        loaded: Any = SimpleNamespace(model=model, fingerprint="headers", kernels=())
+        loaded: Any = SimpleNamespace(model=model, fingerprint="headers", kernels=(), head=head)
         disk = prefix_disk_of(pb.StageSpec(**(fields | changes)), loaded)
         assert disk is not None
         return disk
@@ -78,6 +79,13 @@ def load(tmp_path: Path) -> Load:
 
 def test_the_same_weights_find_the_prefix(load: Load) -> None:
     assert load.finds()
+
+
+def test_states_with_the_rows_of_a_drafter_are_its_own(load: Load) -> None:
+    """Those of a head have other layers, and costs of a drafter are not a head's either."""
+    drafter = object.__new__(BlockDrafter)
+    drafter.fingerprint = "one"
+    assert not load.finds(head=drafter)
 
 
 def test_weights_that_were_replaced_find_no_prefix(load: Load) -> None:
@@ -125,7 +133,7 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def _shared_key(folder: Path, kernels: tuple[Any, ...] = (), **changes: Any) -> str:
     fields: dict[str, Any] = {"num_stages": 1, "prefix_cache_bytes": 1 << 20, "dtype": "float32"}
     spec = pb.StageSpec(path=str(folder), **(fields | changes))
-    loaded: Any = SimpleNamespace(fingerprint="headers", kernels=kernels)
+    loaded: Any = SimpleNamespace(fingerprint="headers", kernels=kernels, head=None)
     return shared_prefix_key(spec, loaded)
 
 
@@ -168,7 +176,7 @@ def test_states_of_split_models_and_of_models_without_a_cache_are_not_shared(
 
 def test_a_first_stage_has_a_profile_of_its_layers(tmp_path: Path) -> None:
     """What a whole model measured says nothing of a part, and the other way round."""
-    loaded: Any = SimpleNamespace(fingerprint="headers", kernels=())
+    loaded: Any = SimpleNamespace(fingerprint="headers", kernels=(), head=None)
 
     def path(**fields: Any) -> Path | None:
         spec = pb.StageSpec(profile_folder=str(tmp_path), dtype="float32", **fields)

@@ -1,0 +1,128 @@
+"""A block drafter's checkpoint: for which models it drafts, and what it takes, by config.json."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+from ...placement.config import hidden_size, vocabulary_size
+from .checkpoint import Checkpoint
+
+_ARCHITECTURE: Final = "DFlashDraftModel"
+_MAX_SIZE: Final = 1 << 20
+_MAX_LAYERS: Final = 64
+
+
+class DrafterUnusable(Exception):
+    """Why a drafter cannot draft for a model, and what to do about it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterFacts:
+    """The facts of a drafter by which it is fitted to a model, and counted in memory."""
+
+    name: str
+    hidden_size: int
+    vocabulary: int
+    target_layers: int
+    """Layers of the target, or 0 where config.json does not say."""
+    layer_ids: tuple[int, ...]
+    """The target's layers whose outputs it reads."""
+    block_size: int
+    """Rows of a block, one more than it drafts at most."""
+    cached_numbers: int
+    """Numbers that a row adds to its caches."""
+    weight_bytes: int
+    """Its tensors, without copies of the target's, which are not loaded."""
+
+    def require_fit(self, vocabulary: int, hidden: int, layers: int, most: int) -> None:
+        """Checks that it drafts up to `most` tokens for a model of these sizes. Raises
+        DrafterUnusable."""
+        drafter = f"the block drafter {self.name}"
+        for part, own, other in (
+            ("a vocabulary of {} ids", self.vocabulary, vocabulary),
+            ("hidden states of {} numbers", self.hidden_size, hidden),
+            ("{} layers", self.target_layers or layers, layers),
+        ):
+            if own != other:
+                raise DrafterUnusable(
+                    f"{drafter} is for a model with {part.format(own)}, and this one has {other}; "
+                    "name the drafter of this model in its card, under drafter.model"
+                )
+        if max(self.layer_ids) >= layers:
+            raise DrafterUnusable(
+                f"{drafter} reads layer {max(self.layer_ids)}, and the model has {layers}; name "
+                "the drafter of this model in its card, under drafter.model"
+            )
+        if most >= self.block_size:
+            raise DrafterUnusable(
+                f"{drafter} drafts at most {self.block_size - 1} tokens a round; set "
+                "drafter.max_k in the model's card to that or less"
+            )
+
+
+def is_own(tensor: str) -> bool:
+    """Whether a tensor is the drafter's own, and no copy of the target's ends."""
+    return not tensor.removeprefix("model.").startswith(("embed_tokens.", "lm_head."))
+
+
+def is_drafter(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a block drafter, which answers nothing by itself."""
+    return "dflash_config" in config or any("DFlash" in name for name in _architectures(config))
+
+
+def absent_drafter(name: str) -> str:
+    """Why a drafter that is not on this disk drafts nothing."""
+    return f"the block drafter {name} is not on this machine; `exo-node models pull {name}` gets it"
+
+
+def read_drafter(checkpoint: Checkpoint, name: str) -> DrafterFacts:
+    """The facts of a drafter. Raises DrafterUnusable."""
+    config = checkpoint.config
+    kinds = _architectures(config)
+    if kinds != [_ARCHITECTURE]:
+        kind = ", ".join(kinds)[:100] or "no architecture"
+        raise DrafterUnusable(
+            f"{name} is no block drafter that is implemented here ({kind}); name a checkpoint "
+            f"whose config.json has {_ARCHITECTURE}"
+        )
+    own: Any = config.get("dflash_config")
+    merged: dict[str, Any] = {**config, **(cast("dict[str, Any]", own) if own else {})}
+    if merged.get("causal") or merged.get("dflash_query_causal"):
+        raise DrafterUnusable(
+            f"the block drafter {name} masks its block, which is not implemented; name another one"
+        )
+    names = ("num_hidden_layers", "num_key_value_heads", "head_dim", "block_size")
+    layers, heads, width, block = (_size(merged.get(each)) for each in names)
+    mask, ids = _size(merged.get("mask_token_id"), 0), merged.get("target_layer_ids")
+    read = [_size(each, 0) for each in cast("list[Any]", ids)] if isinstance(ids, list) else []
+    vocabulary, target_layers = vocabulary_size(config), merged.get("num_target_layers", 0)
+    if (
+        min(layers, heads, width, block - 1, len(read), 1 + min(read, default=0)) < 1
+        or not 0 <= mask < vocabulary
+        or _size(target_layers, 0) < 0
+        or layers > _MAX_LAYERS
+    ):
+        raise DrafterUnusable(
+            f"config.json of the block drafter {name} lacks sizes, or has some that no drafter "
+            "has; use a whole copy of the publisher's checkpoint"
+        )
+    return DrafterFacts(
+        name=name,
+        hidden_size=hidden_size(config),
+        vocabulary=vocabulary,
+        target_layers=target_layers,
+        layer_ids=tuple(read),
+        block_size=block,
+        cached_numbers=2 * layers * heads * width,
+        weight_bytes=sum(t.nbytes for name, t in checkpoint.tensors.items() if is_own(name)),
+    )
+
+
+def _size(value: Any, least: int = 1) -> int:
+    """A size in config.json, or -1 for what is none."""
+    return value if type(value) is int and least <= value < _MAX_SIZE else -1
+
+
+def _architectures(config: Mapping[str, Any]) -> list[str]:
+    names: Any = config.get("architectures")
+    return [str(name) for name in cast("list[Any]", names)] if isinstance(names, list) else []

@@ -1,0 +1,131 @@
+"""A block drafter that a card names: found, measured against its model, counted and loaded."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drafters import drafter_config, make_drafter
+from engines import answer, engine_of, load_quietly, request
+from models import make_checkpoint
+
+from exo_node.node.machine.settings import installed_distributions, load_settings
+from exo_node.node.placements.local_model import resolve
+from exo_node.node.store.library import ModelLibrary
+from exo_node.node.store.listing import mtp_words
+from exo_node.placement.errors import InvalidCheckpoint
+from exo_node.placement.ids import ModelId
+
+TARGET, DRAFTER = ModelId("target"), ModelId("a/drafter")
+CARD = '[drafter]\nmodel = "a/drafter"\ndefault_k = 2\n'
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model, whose card names a drafter that is not there yet."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    folder = make_checkpoint(tmp_path / "models" / TARGET, "qwen3", dtype="float32", vocab=4096)
+    _ = (folder / "exo-card.toml").write_text(CARD)
+    return tmp_path / "models"
+
+
+def library(models: Path) -> ModelLibrary:
+    return ModelLibrary((models,), offline=True)
+
+
+def with_drafter(models: Path, **changes: Any) -> ModelLibrary:
+    folder = make_drafter(models / DRAFTER, drafter_config(4096))
+    _ = (folder / "config.json").write_text(json.dumps(drafter_config(4096) | changes))
+    return library(models)
+
+
+def test_the_sizes_of_a_drafter_are_read_from_its_files(models: Path) -> None:
+    lib = library(models)
+    missing = lib.scan()[TARGET]
+    assert missing.card.drafter is not None and missing.card.drafter.weight_bytes == 0
+    folder = make_drafter(models / DRAFTER, drafter_config(4096))
+    for model in (lib.scan()[TARGET], lib.get(TARGET)):
+        drafter = model.card.drafter
+        assert drafter is not None and (drafter.default_k, drafter.max_k) == (2, 7)
+        stored = (folder / "model.safetensors").stat().st_size
+        assert 0 < stored - drafter.weight_bytes < 10_000
+        assert drafter.cached_numbers == 2 * 2 * 2 * 16
+        assert lib.head(model).loaded
+        assert mtp_words(model.card, lib.head(model)) == (
+            "the block drafter a/drafter is here; drafts up to 7 a round"
+        )
+
+
+def test_sizes_in_a_card_hold_where_the_drafter_is_not(models: Path) -> None:
+    card_file = models / TARGET / "exo-card.toml"
+    _ = card_file.write_text(CARD + "weight_bytes = 77\ncached_numbers = 5\n")
+    drafter = with_drafter(models).get(TARGET).card.drafter
+    assert drafter is not None and (drafter.weight_bytes, drafter.cached_numbers) == (77, 5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"vocab_size": 4095}, "a vocabulary of 4095 ids, and this one has 4096"),
+        ({"block_size": 4}, "drafts at most 3 tokens a round"),
+        ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
+    ],
+)
+def test_one_that_does_not_fit_is_named_in_the_list(
+    models: Path, changes: dict[str, Any], why: str
+) -> None:
+    lib = with_drafter(models, **changes)
+    head = lib.head(lib.get(TARGET))
+    assert not head.loaded and why in head.reason and "a/drafter" in head.reason
+
+
+def test_one_that_is_absent_or_damaged_is_named_too(models: Path) -> None:
+    lib = library(models)
+    assert "`exo-node models pull a/drafter`" in lib.head(lib.get(TARGET)).reason
+    lib = with_drafter(models)
+    _ = (models / DRAFTER / "model.safetensors").write_bytes(b"no")
+    assert "model.safetensors" in lib.head(lib.get(TARGET)).reason
+
+
+def test_a_drafter_is_no_model_that_answers(models: Path) -> None:
+    lib = with_drafter(models)
+    assert set(lib.scan()) == {TARGET, "demo"}
+    assert "is a block drafter" in str(lib.broken[DRAFTER])
+    with pytest.raises(InvalidCheckpoint, match=r"under drafter\.model"):
+        _ = lib.get(DRAFTER)
+
+
+def resolved(models: Path) -> Any:
+    settings = load_settings(
+        {"data_dir": models.parent / "data", "models_dirs": (models,)}, {"HOME": str(models)}
+    )
+    return resolve(TARGET, settings, installed_distributions())
+
+
+def test_a_model_is_loaded_with_the_drafter_of_its_card(models: Path) -> None:
+    _ = with_drafter(models)
+    spec = resolved(models).spec
+    assert (spec.drafter, spec.drafter_path) == (DRAFTER, str(models / DRAFTER))
+    assert spec.native_mtp and spec.max_draft_tokens == 7 and not spec.mtp_hidden
+    loaded = load_quietly(spec)
+    assert loaded.head_state == "loaded"
+    served = engine_of(loaded, spec)
+    plain, drafted = (answer(served, request([5, 6, 7], k, 12)) for k in (0, 3))
+    assert plain.ids == drafted.ids
+    assert drafted.stats.drafter_kind == "block_drafter"
+
+
+def test_the_plan_counts_the_drafter(models: Path) -> None:
+    lib = with_drafter(models)
+    card = lib.get(TARGET).card
+    assert card.drafter is not None
+    size, row = card.drafter.weight_bytes, 4 * card.drafter.cached_numbers
+    assert (card.draft_bytes, card.draft_bytes_per_token) == (size, row)
+    spec = resolved(models).spec
+    assert spec.drafter_bytes == size
+
+
+def test_a_model_whose_drafter_is_absent_answers_without_and_says_why(models: Path) -> None:
+    spec = resolved(models).spec
+    loaded = load_quietly(spec)
+    assert loaded.head is None and "a/drafter is not on this machine" in loaded.head_state
