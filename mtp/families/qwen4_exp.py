@@ -24,6 +24,7 @@ from ..caches.rollback import RowCache, Swaps, TapedCache, parts_of, rows_of_eac
 from ..caches.window import MAX_ROLLBACK_ROWS
 from .family import Family
 from .head import DraftHead, HeadSource, HiddenKind
+from .latent_attention import scores_of_rows
 from .qwen import split_fused_experts, stack_experts
 from .row_table import RowTable, ours_of
 from .taped_gated_delta import TapedGatedDelta
@@ -107,21 +108,28 @@ class BlockwiseAttention(language.Qwen4ExpAttention):
         )
         store.keys = mx.depends(store.keys, (index.keys, index.values))
         length, ratio = k.shape[2], self.indexer.compress_ratio
-        out = list[mx.array]()
-        parts = range(rows) if rows <= MAX_ROLLBACK_ROWS else ()
+        spans = store.key_spans(rows) if batch > 1 and rows <= MAX_ROLLBACK_ROWS else None
         if length // ratio <= self.indexer.block_topk:
-            out.append(self._attend(q, k, v, store, mask))
-        elif not parts:
-            chosen = self._chosen(query, blocks, ends, length)
-            out.append(self._attend(q, k, v, store, chosen))
-        for row in parts if not out else ():
-            one, end = slice(row, row + 1), length - (rows - 1 - row)
-            chosen = None
-            if batch > 1 or end // ratio > self.indexer.block_topk:
-                few = blocks[:, :, : end // ratio]
-                chosen = self._chosen(query[:, :, one], few, ends[:, one], end)
-            out.append(self._attend(q[:, :, one], k[:, :, :end], v[:, :, :end], store, chosen))
-        joined = mx.concatenate(out, axis=2).transpose(0, 2, 1, 3).reshape(batch, rows, -1)
+            out = self._attend(q, k, v, store, mask)
+        elif rows > MAX_ROLLBACK_ROWS or (batch > 1 and spans is None):
+            out = self._attend(q, k, v, None, self._chosen(query, blocks, ends, length))
+        else:
+            requests = list[mx.array]()
+            for at in range(batch):
+                own, each = slice(at, at + 1), list[mx.array]()
+                for row in range(rows):
+                    one, end = slice(row, row + 1), length - (rows - 1 - row)
+                    if spans is not None:
+                        end = spans[at][row].end
+                    chosen = None
+                    if end // ratio > self.indexer.block_topk:
+                        few = blocks[own, :, : end // ratio]
+                        chosen = self._chosen(query[own, :, one], few, ends[own, one], end)
+                    seen = k[own, :, :end], v[own, :, :end]
+                    each.append(self._attend(q[own, :, one], *seen, None, chosen))
+                requests.append(mx.concatenate(each, axis=2))
+            out = mx.concatenate(requests)
+        joined = out.transpose(0, 2, 1, 3).reshape(batch, rows, -1)
         return self.o_proj(joined * mx.sigmoid(gate))
 
     def _attend(self, q: mx.array, k: mx.array, v: mx.array, cache: Any, mask: Any) -> mx.array:
@@ -151,7 +159,8 @@ class BlockwiseAttention(language.Qwen4ExpAttention):
         """The mask (B, 1, n, length) of rows that see `ends` (B, n) keys each."""
         part = self.indexer
         ratio, count, most = part.compress_ratio, blocks.shape[2], part.block_topk
-        scores = query.astype(mx.float32) @ blocks.astype(mx.float32).swapaxes(-1, -2)
+        q, k = query.astype(mx.float32), blocks.astype(mx.float32)
+        scores = scores_of_rows(q, k) if q.shape[2] == 1 else q @ k.swapaxes(-1, -2)
         scores = mx.maximum(scores, 0).sum(axis=1) / part.head_dim**0.5
         whole = (ends // ratio)[..., None]
         scores = mx.where(mx.arange(count) < whole, scores, -1)
@@ -184,6 +193,28 @@ def _last_rows(cache: Any, like: mx.array, count: int) -> mx.array:
     return mx.take_along_axis(
         keys[:batch], mx.broadcast_to(at, (batch, heads, count, size)), axis=2
     )
+
+
+class StreamsResidual(language.Qwen4ExpGatedResidual):
+    """The mixer of streams by plain products: mlx-vlm computes those of several rows in its own
+    way, and not in the groups of rows that agree here."""
+
+    def __call__(self, hyper_input: mx.array) -> Any:
+        pointwise: Any = language._qwen4_hyper_pointwise  # pyright: ignore[reportPrivateUsage]
+        activate, mix, gate = pointwise(self.hc_count, self.hidden_size)
+        normed = self.hc_norm(hyper_input)
+        down = activate(self.input_mix_weight_down(normed))
+        mixed = mix(self.input_mix_weight_up(down), normed)
+        if "block_inject_weight" not in self:
+            return mixed
+        return mixed, hyper_input, gate(self.block_inject_weight(normed))
+
+
+class StreamsExperts(language.Qwen4ExpSparseMoeBlock):
+    """mlx-vlm's experts with a plain product for the gate of the shared one, likewise."""
+
+    def _shared_expert_scale(self, x: mx.array) -> mx.array:
+        return mx.sigmoid(self.shared_expert_gate(x))
 
 
 class StreamsLayer(language.Qwen4ExpDecoderLayer):
@@ -242,6 +273,8 @@ SWAPS: Final[Swaps] = {
     language.Qwen4ExpDecoderLayer: StreamsLayer,
     language.Qwen4ExpGatedDeltaNet: StreamsDelta,
     language.Qwen4ExpAttention: BlockwiseAttention,
+    language.Qwen4ExpGatedResidual: StreamsResidual,
+    language.Qwen4ExpSparseMoeBlock: StreamsExperts,
     vlm_switch_layers.SwitchGLU: switch_layers.SwitchGLU,
     vlm_switch_layers.SwitchLinear: switch_layers.SwitchLinear,
 }

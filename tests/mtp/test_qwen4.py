@@ -11,6 +11,7 @@ from typing import Any, cast
 import mlx.core as mx
 import pytest
 import qwen4
+from chips import M3_MAX, as_on_a_cpu, on_chip, quantised
 from engines import answer, engine_of, load_quietly, request, spec
 from families import made_family
 from mlx import nn
@@ -119,6 +120,21 @@ def test_a_block_is_its_single_rows_and_rows_taken_back_were_never_written(
         if count:
             _ = forward(never, block[:count])
         assert mx.array_equal(forward(rolled, after), forward(never, after))
+
+
+def test_where_products_depend_on_rows_a_block_is_its_single_rows() -> None:
+    """On a stand-in for a chip, in 4 bits: mlx-vlm's own products of several rows have others."""
+    with on_chip(M3_MAX):
+        with as_on_a_cpu():
+            plain = load_quietly(engine_spec(dtype="bfloat16"))
+        packed = quantised(plain, "affine").model
+        model, read = cast(Any, packed.model), packed.make_caches()
+        _ = model(mx.array([PROMPT]), cache=read)
+        mx.eval(cache_arrays(read))
+        block, single = copy.deepcopy(read), copy.deepcopy(read)
+        rows = [model(mx.array([[token]]), cache=single) for token in OTHERS[0][:4]]
+        got = model(mx.array([OTHERS[0][:4]]), cache=block)
+        assert mx.array_equal(got, mx.concatenate(rows, axis=1))
 
 
 def engine_spec(**changes: Any) -> pb.StageSpec:
