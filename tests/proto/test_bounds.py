@@ -392,8 +392,8 @@ def test_a_good_frame_with_one_field_at_random_becomes_a_sound_block_or_is_refus
         except InvalidFrame as refusal:
             first, _, rest = str(refusal.param).partition(".")
             assert first in EVERY["Frame"].fields_by_name
-            named = {"hidden": EVERY["Hidden"], "prefix": EVERY["PrefixQuery"]}
-            assert not rest or rest.split(".")[0] in named[first].fields_by_name
+            kinds = {"hidden": "Hidden", "prefix": "PrefixQuery", "copies": "CopyQuery"}
+            assert not rest or rest.split(".")[0] in EVERY[kinds[first]].fields_by_name
             return
         if block is not None:  # data may be short of what would complete it
             assert len(block.data) == 16 * block.rows * len(block.members)
