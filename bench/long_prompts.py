@@ -1,7 +1,7 @@
 """Measures long prompts that nodes of one core each read together, against one node.
 
     python bench/long_prompts.py [--prompts 8000 16000] [--nodes 2] [--repeats 3] [--k 0]
-        [--model demo | half] [--context 32768]
+        [--model demo-long | half] [--context 32768]
     python bench/long_prompts.py --kills 60 [--prompts 3000] [--seed 1]
     python bench/long_prompts.py --computed [--tokens-per-second 121.6]
 
@@ -91,7 +91,6 @@ def _kill(options: argparse.Namespace) -> int:
         flags = _model(Path(scratch) / "models", options.model, options.context)
         folder = Path(scratch) / "kills"
         with _cluster(folder, flags, options.model, 2) as door, ThreadPoolExecutor(1) as pool:
-            time.sleep(15.0)  # links are measured
             for number in range(options.kills):
                 ids = _ids(options.prompts[0], number)
                 expected = _ask(door, options.model, ids, options.k, cache=False)
@@ -148,7 +147,7 @@ def _ids(rows: int, repeat: int) -> list[int]:
 
 def _model(folder: Path, name: str, context: int) -> tuple[str, ...]:
     """Writes the model into `folder`. Returns a node's flags."""
-    if name == "demo":
+    if name == conversation_turns.MODEL:
         return conversation_turns.long_model(folder, context)
     changes = {"max_position_embeddings": context}
     _ = make_checkpoint(
@@ -177,6 +176,7 @@ def _cluster(folder: Path, flags: Sequence[str], model: str, count: int) -> Gene
         placed = first.call("POST", "/v1/placements", body, timeout_s=LOAD_S)
         assert placed.status == 200, placed
         eventually(lambda: _ready(first) == count, LOAD_S)
+        time.sleep(15.0 * (count > 1))  # links are measured
         yield first
 
 
@@ -207,7 +207,9 @@ def _options() -> argparse.Namespace:
     _ = parser.add_argument("--nodes", type=int, default=2)
     _ = parser.add_argument("--repeats", type=int, default=3)
     _ = parser.add_argument("--k", type=int, default=0)
-    _ = parser.add_argument("--model", choices=["demo", "half"], default="demo")
+    _ = parser.add_argument(
+        "--model", choices=[conversation_turns.MODEL, "half"], default=conversation_turns.MODEL
+    )
     _ = parser.add_argument("--context", type=int, default=32_768)
     _ = parser.add_argument("--kills", type=int, default=0)
     _ = parser.add_argument("--seed", type=int, default=1)
