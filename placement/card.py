@@ -148,7 +148,7 @@ class ModelCard(BaseModel):
     weight_bytes: int = Field(ge=1, le=2**50)
     """The whole checkpoint's tensors, as downloaded."""
     mapped_bytes: int = Field(default=0, ge=0, le=2**50)
-    """Of them, tables whose rows are read from the disk as they are needed."""
+    """The part of `weight_bytes` in tables whose rows are read from the disk when needed."""
     tie_word_embeddings: bool = False
     num_experts: int = Field(default=0, ge=0, le=MAX_WIDTH)
     """Routed experts a layer, or 0 for a dense model."""
@@ -195,7 +195,7 @@ class ModelCard(BaseModel):
 
     @property
     def drafts(self) -> BlockDrafter | NativeMtp | None:
-        """What may draft: the drafter that is named, else the model's own head."""
+        """The drafter that the card names, else the model's own head."""
         return self.drafter or self.native_mtp
 
     @property

@@ -103,7 +103,7 @@ class ModelSizes:
     """KV of one layer that has any, for the whole context."""
     ends: int
     head: int
-    """What drafts, its cache included."""
+    """The head or drafter, its cache included."""
     head_cache: int
 
     @classmethod

@@ -117,7 +117,7 @@ def undeclared_reason(model: ModelId) -> str:
 
 
 def drafter_words(card: ModelCard) -> str:
-    """What may draft for the model, for a person."""
+    """The drafter or head of the model, in words for a person."""
     return f"the block drafter {card.drafter.model}" if card.drafter else NATIVE
 
 

@@ -1,4 +1,4 @@
-"""Which layers of a long prompt other nodes compute. Pure.
+"""Plans which layers of a long prompt other nodes compute. Pure.
 
 The answering node keeps the lower layers and the readers get the rest, in chunks that are under way
 at once. So a prompt takes as long as all parts take for one chunk, and from then on as the slowest

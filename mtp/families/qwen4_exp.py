@@ -39,7 +39,7 @@ class KeptRows:
     def __init__(self, cache: TapedCache) -> None:
         self._cache = cache
         self.windows: dict[int, tuple[mx.array, int]] = {}
-        """By place in the cache: the rows with those before them, and how many of them stay."""
+        """The rows with those before them, and how many stay, by their place in the cache."""
 
     def __getitem__(self, index: int) -> mx.array | None:
         return self._cache[index]

@@ -39,7 +39,7 @@ class StoredRows(NamedTuple):
     start: int
     """Bytes before it."""
     dtype: str
-    """As safetensors names it."""
+    """Its name in safetensors."""
     shape: tuple[int, ...]
 
 

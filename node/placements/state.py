@@ -229,8 +229,9 @@ class PlanningView(Protocol):
         rows: int,
         cached_rows: int,
     ) -> ReadingPlan:
-        """Who reads a prompt of `rows` rows on a whole model's placement. `others`: the first layer
-        that each other node has, and how many answers and prompts it has."""
+        """The readers of a prompt of `rows` rows on a whole model's placement.
+
+        `others`: the first layer that each other node has, and how many answers and prompts."""
         ...
 
     def reader(

@@ -57,7 +57,7 @@ _HEADS: Final[Mapping[str, Mapping[str, object]]] = {
     **dict.fromkeys(("mimo_v2", "step"), FIRST_OF_THREE),
     "streams": {**DEFAULT_HEAD, "hidden": "pre_norm"},
 }
-"""By the head's layout, where it is not that."""
+"""Fields by the layout of the head, where they are not those of DEFAULT_HEAD."""
 
 Facts = TypeVar("Facts")
 
