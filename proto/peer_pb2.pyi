@@ -1967,6 +1967,7 @@ class StageSpec(_message.Message):
     DRAFTER_FIELD_NUMBER: _builtins.int
     DRAFTER_PATH_FIELD_NUMBER: _builtins.int
     DRAFTER_BYTES_FIELD_NUMBER: _builtins.int
+    DRAFTER_FAULT_FIELD_NUMBER: _builtins.int
     KEEPS_CHUNK_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
@@ -2045,6 +2046,8 @@ class StageSpec(_message.Message):
     """its folder; empty: it is not here. As `path`"""
     drafter_bytes: _builtins.int
     """its weights, as far as the plan counts them"""
+    drafter_fault: _builtins.str
+    """why `drafter_path` is empty. As `path`"""
     keeps_chunk: _builtins.bool
     """a shorter chunk is not tried where memory is short. As `path`"""
     @_builtins.property
@@ -2101,12 +2104,13 @@ class StageSpec(_message.Message):
         drafter: _builtins.str = ...,
         drafter_path: _builtins.str = ...,
         drafter_bytes: _builtins.int = ...,
+        drafter_fault: _builtins.str = ...,
         keeps_chunk: _builtins.bool = ...,
         plan: Global___PlacementPlan | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "drafter", b"drafter", "drafter_bytes", b"drafter_bytes", "drafter_path", b"drafter_path", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "end_layer", b"end_layer", "first_layer", b"first_layer", "hidden_size", b"hidden_size", "keeps_chunk", b"keeps_chunk", "kernels", b"kernels", "kv_bits", b"kv_bits", "kv_bits_reason", b"kv_bits_reason", "kv_bits_source", b"kv_bits_source", "kv_group_size", b"kv_group_size", "layer_bytes", b"layer_bytes", "lease_s", b"lease_s", "listen", b"listen", "lookup_off_reason", b"lookup_off_reason", "max_draft_tokens", b"max_draft_tokens", "measure_at_load", b"measure_at_load", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "path", b"path", "placement", b"placement", "plan", b"plan", "pooling", b"pooling", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_folder", b"prefix_folder", "profile_folder", b"profile_folder", "prompt_lookup", b"prompt_lookup", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "drafter", b"drafter", "drafter_bytes", b"drafter_bytes", "drafter_fault", b"drafter_fault", "drafter_path", b"drafter_path", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "end_layer", b"end_layer", "first_layer", b"first_layer", "hidden_size", b"hidden_size", "keeps_chunk", b"keeps_chunk", "kernels", b"kernels", "kv_bits", b"kv_bits", "kv_bits_reason", b"kv_bits_reason", "kv_bits_source", b"kv_bits_source", "kv_group_size", b"kv_group_size", "layer_bytes", b"layer_bytes", "lease_s", b"lease_s", "listen", b"listen", "lookup_off_reason", b"lookup_off_reason", "max_draft_tokens", b"max_draft_tokens", "measure_at_load", b"measure_at_load", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "path", b"path", "placement", b"placement", "plan", b"plan", "pooling", b"pooling", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_folder", b"prefix_folder", "profile_folder", b"profile_folder", "prompt_lookup", b"prompt_lookup", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -60,8 +60,7 @@ def resolve(name: str, settings: Settings, distributions: Collection[str]) -> Lo
     hardware = detect_hardware(distributions, settings.memory_limit, visible_gpus())
     fingerprint = library.checkpoint(folder).fingerprint
     spec = _spec(card, hardware, settings, fingerprint)
-    drafter = library.drafter_folder(card.drafter.model) if card.drafter else None
-    spec = on_this_machine(spec, folder, settings, drafter)
+    spec = on_this_machine(spec, folder, settings, library.drafter_folder)
     initial_k = 0
     if card.drafts is not None and spec.native_mtp:
         initial_k, _ = initial_depth(card.drafts, settings.native_mtp_default_k)

@@ -89,8 +89,8 @@ class LocalStages:
             progress(step_progress)
 
         files = await self._fetcher.fetch(spec, moved)
-        drafter = await asyncio.to_thread(self._fetcher.drafter, spec)
-        own = on_this_machine(spec, files.folder, self._settings, drafter)
+        find = self._fetcher.drafter_folder
+        own = await asyncio.to_thread(on_this_machine, spec, files.folder, self._settings, find)
         own.profile_folder = str(self._settings.data_dir / "profiles")
         prefixes = prefix_root(self._settings.data_dir)
         own.prefix_folder = str(prefixes)

@@ -4,6 +4,7 @@ A specification is sent to a runner; all that can change an answer is in it. So 
 bench` and `exo-node verify` see what a node runs only as long as both are built here.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,9 +12,10 @@ from ...placement.card import ModelCard
 from ...placement.cluster import StageAssignment
 from ...placement.cost import HEADROOM, ModelSizes
 from ...placement.drafting import EnabledState, HeadState, choose_drafting
-from ...placement.ids import PlacementId
+from ...placement.ids import ModelId, PlacementId
 from ...placement.plan import Placement, loaded_card
 from ...proto import peer_pb2 as pb
+from ...shard.checkpoint.drafters import DrafterUnusable
 from ..machine.settings import Settings
 
 
@@ -125,14 +127,25 @@ def _lookup_refusal(settings: Settings) -> str:
 
 
 def on_this_machine(
-    spec: pb.StageSpec, folder: Path, settings: Settings, drafter: Path | None = None
+    spec: pb.StageSpec,
+    folder: Path,
+    settings: Settings,
+    drafter_folder: Callable[[ModelId], Path],
 ) -> pb.StageSpec:
     """`spec` with what the machine that runs it fills in itself: a peer does not say where a
-    runner listens or reads, or how much memory it takes. `drafter`: the folder of its drafter."""
+    runner listens or reads, or how much memory it takes. Blocks.
+
+    `drafter_folder`: the folder of a drafter. May raise DrafterUnusable.
+    """
     own = pb.StageSpec()
     own.CopyFrom(spec)
     own.path = str(folder)
-    own.drafter_path = "" if drafter is None else str(drafter)
+    own.drafter_path = own.drafter_fault = ""
+    if spec.drafter:
+        try:
+            own.drafter_path = str(drafter_folder(ModelId(spec.drafter)))
+        except DrafterUnusable as fault:
+            own.drafter_fault = str(fault)
     own.ClearField("listen")
     own.ClearField("profile_folder")
     own.ClearField("prefix_folder")

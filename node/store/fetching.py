@@ -73,9 +73,10 @@ class ModelFetcher:
                     refusals.append(self._refusal(model, source, fault))
             return await self._download(model, report, refusals)
 
-    def drafter(self, spec: pb.StageSpec) -> Path | None:
-        """The folder of the drafter that a stage names, on this disk; none is fetched. Blocks."""
-        return self._library.drafter_folder(ModelId(spec.drafter)) if spec.drafter else None
+    def drafter_folder(self, drafter: ModelId) -> Path:
+        """The folder of a block drafter on this disk; none is fetched. Blocks, and raises
+        DrafterUnusable."""
+        return self._library.drafter_folder(drafter)
 
     def lock(self, model: ModelId) -> asyncio.Lock:
         """Held while the model's files are brought here or deleted."""

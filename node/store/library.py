@@ -33,6 +33,7 @@ from ...shard.checkpoint.drafters import (
     absent_drafter,
     is_drafter,
     read_drafter,
+    reading_drafter,
 )
 from ...shard.checkpoint.embedders import embedder_facts
 from ...shard.checkpoint.generation_config import read_generation_config
@@ -309,21 +310,24 @@ class ModelLibrary:
             return HeadState(False, fault.message)
         return HeadState(True) if isinstance(head, HeadFound) else HeadState(False, head.reason)
 
-    def drafter_folder(self, drafter: ModelId) -> Path | None:
-        """The folder of a block drafter on this disk."""
+    def drafter_folder(self, drafter: ModelId) -> Path:
+        """The folder of a block drafter on this disk. Raises DrafterUnusable."""
         for place in in_folders(self._roots):
-            if place.id == drafter and not place.partial and not place.fault:
+            if place.id == drafter and not place.partial:
                 return place.folder
-        return HubCache().find(drafter)
+        with reading_drafter(drafter):
+            folder = HubCache().find(drafter)
+        if folder is None:
+            raise absent_drafter(drafter)
+        return folder
 
     def _drafter(self, card: ModelCard) -> DrafterFacts:
-        """The facts of the card's drafter, which fits it. Raises DrafterUnusable, and
-        InvalidCheckpoint."""
+        """The facts of the card's drafter, which fits it. Raises DrafterUnusable."""
         assert card.drafter is not None
         name = card.drafter.model
-        if (folder := self.drafter_folder(name)) is None:
-            raise DrafterUnusable(absent_drafter(name))
-        facts = read_drafter(self.checkpoint(folder), name)
+        folder = self.drafter_folder(name)
+        with reading_drafter(name):
+            facts = read_drafter(self.checkpoint(folder), name)
         facts.require_fit(card.vocab_size, card.hidden_size, card.num_layers, card.drafter.max_k)
         return facts
 
@@ -335,7 +339,7 @@ class ModelLibrary:
             return model
         try:
             facts = self._drafter(model.card)
-        except (DrafterUnusable, ExoNodeError):
+        except DrafterUnusable:
             return model
         sizes = {"weight_bytes": facts.weight_bytes, "cached_numbers": facts.cached_numbers}
         filled = drafter.model_copy(update=sizes)

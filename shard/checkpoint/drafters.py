@@ -1,10 +1,12 @@
 """A block drafter's checkpoint: for which models it drafts, and what it takes, by config.json."""
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from ...placement.config import hidden_size, vocabulary_size
+from ...placement.errors import ExoNodeError
 from .checkpoint import Checkpoint
 
 _ARCHITECTURE: Final = "DFlashDraftModel"
@@ -70,9 +72,23 @@ def is_drafter(config: Mapping[str, Any]) -> bool:
     return "dflash_config" in config or any("DFlash" in name for name in _architectures(config))
 
 
-def absent_drafter(name: str) -> str:
-    """Why a drafter that is not on this disk drafts nothing."""
-    return f"the block drafter {name} is not on this machine; `exo-node models pull {name}` gets it"
+def absent_drafter(name: str) -> DrafterUnusable:
+    """The error for a drafter that is not on this disk."""
+    return DrafterUnusable(
+        f"the block drafter {name} is not on this machine; `exo-node models pull {name}` gets it"
+    )
+
+
+@contextmanager
+def reading_drafter(name: str) -> Generator[None]:
+    """Names the drafter in errors about files that are damaged or may not be read. Raises
+    DrafterUnusable."""
+    try:
+        yield
+    except ExoNodeError as fault:
+        raise DrafterUnusable(
+            f"the block drafter {name} cannot be read: {fault.message}"
+        ) from fault
 
 
 def read_drafter(checkpoint: Checkpoint, name: str) -> DrafterFacts:
@@ -86,7 +102,7 @@ def read_drafter(checkpoint: Checkpoint, name: str) -> DrafterFacts:
             f"whose config.json has {_ARCHITECTURE}"
         )
     own: Any = config.get("dflash_config")
-    merged: dict[str, Any] = {**config, **(cast("dict[str, Any]", own) if own else {})}
+    merged: dict[str, Any] = {**config, **(own if isinstance(own, dict) else {})}
     if merged.get("causal") or merged.get("dflash_query_causal"):
         raise DrafterUnusable(
             f"the block drafter {name} masks its block, which is not implemented; name another one"
@@ -101,6 +117,7 @@ def read_drafter(checkpoint: Checkpoint, name: str) -> DrafterFacts:
         or not 0 <= mask < vocabulary
         or _size(target_layers, 0) < 0
         or layers > _MAX_LAYERS
+        or len({*read}) < len(read)
     ):
         raise DrafterUnusable(
             f"config.json of the block drafter {name} lacks sizes, or has some that no drafter "

@@ -20,7 +20,13 @@ from ...mtp.families.weights import cast_parameters
 from ...mtp.targets import FamilyTarget, LayerTaps, TappedTarget, WholeTarget
 from ...proto import peer_pb2 as pb
 from ..checkpoint.checkpoint import read_checkpoint
-from ..checkpoint.drafters import DrafterUnusable, absent_drafter, is_own, read_drafter
+from ..checkpoint.drafters import (
+    DrafterUnusable,
+    absent_drafter,
+    is_own,
+    read_drafter,
+    reading_drafter,
+)
 from ..checkpoint.vision import ADD_DRAFTERS, has_extra
 from ..text.bare_packages import bare_package
 from .open_model import MODEL_FAULTS, headline
@@ -161,13 +167,14 @@ def load_block_drafter(
 ) -> BlockDrafter:
     """The drafter that a whole model's `spec` names, evaluated.
 
-    Raises DrafterUnusable, and InvalidCheckpoint for damaged files.
+    Raises DrafterUnusable.
     """
     name, folder = spec.drafter, Path(spec.drafter_path)
     if not spec.drafter_path:
-        raise DrafterUnusable(absent_drafter(name))
-    checkpoint = read_checkpoint(folder)
-    facts = read_drafter(checkpoint, name)
+        raise DrafterUnusable(spec.drafter_fault) if spec.drafter_fault else absent_drafter(name)
+    with reading_drafter(name):
+        checkpoint = read_checkpoint(folder)
+        facts = read_drafter(checkpoint, name)
     layers = stage.own_layers
     facts.require_fit(limits.vocabulary, limits.hidden_size, len(layers), spec.max_draft_tokens)
     if kinds := fixed_kinds(stage.make_caches()):

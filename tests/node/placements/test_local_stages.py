@@ -12,6 +12,7 @@ from exo_node.node.store.fetching import StageFolder
 from exo_node.placement.errors import LoadFailed, RemovalRefused
 from exo_node.placement.ids import ModelId
 from exo_node.proto import peer_pb2 as pb
+from exo_node.shard.checkpoint.drafters import DrafterUnusable
 
 
 class Fetcher:
@@ -20,8 +21,10 @@ class Fetcher:
     async def fetch(self, *_: object) -> StageFolder:
         return StageFolder(Path("/here"), "f")
 
-    def drafter(self, spec: pb.StageSpec) -> Path | None:
-        return Path("/beside") if spec.drafter else None
+    def drafter_folder(self, drafter: ModelId) -> Path:
+        if drafter == "a/drafter":
+            return Path("/beside")
+        raise DrafterUnusable("it is behind the sofa")
 
 
 class Profiling:
@@ -66,9 +69,11 @@ def test_a_peer_does_not_say_where_a_runner_listens_or_reads(tmp_path: Path) -> 
     assert (spec.path, spec.profile_folder) == ("/here", str(tmp_path / "profiles"))
     assert (spec.prefix_folder, spec.prefix_disk_bytes) == (str(tmp_path / "prefixes"), 500_000_000)
     assert (spec.drafter_path, spec.memory_limit_bytes) == ("/beside", 0)
-    foreign.drafter = ""
-    _ = asyncio.run(stages.load(foreign, lambda _: None))
-    assert not supervisor.loaded[-1].drafter_path
+    for drafter, fault in (("", ""), ("lost", "it is behind the sofa")):
+        foreign.drafter, foreign.drafter_fault = drafter, "forged"
+        _ = asyncio.run(stages.load(foreign, lambda _: None))
+        spec = supervisor.loaded[-1]
+        assert (spec.drafter_path, spec.drafter_fault) == ("", fault)
 
 
 MODEL = ModelId("owner/tiny")

@@ -133,6 +133,10 @@ def test_the_commands_examine_what_a_node_runs(variables: dict[str, str], tmp_pa
     assert without_own(examined) == without_own(run)
 
 
+def absent(drafter: ModelId) -> Path:
+    raise AssertionError(drafter)
+
+
 @pytest.mark.parametrize(
     ("variables", "reason"),
     [
@@ -146,7 +150,7 @@ def test_a_machine_decides_whether_it_copies_and_says_why_not(
 ) -> None:
     settings = load_settings({"data_dir": str(tmp_path)}, variables)
     own_spec = pb.StageSpec(prompt_lookup=True, lookup_off_reason="a peer's")
-    spec = on_this_machine(own_spec, tmp_path, settings)
+    spec = on_this_machine(own_spec, tmp_path, settings, absent)
     assert spec.prompt_lookup == (not reason)
     assert (reason in spec.lookup_off_reason) if reason else not spec.lookup_off_reason
 

@@ -11,6 +11,7 @@ from models import make_checkpoint
 
 from exo_node.node.machine.settings import installed_distributions, load_settings
 from exo_node.node.placements.local_model import resolve
+from exo_node.node.store.hub_cache import HubCache
 from exo_node.node.store.library import ModelLibrary
 from exo_node.node.store.listing import mtp_words
 from exo_node.placement.errors import InvalidCheckpoint
@@ -69,6 +70,7 @@ def test_sizes_in_a_card_hold_where_the_drafter_is_not(models: Path) -> None:
         ({"vocab_size": 4095}, "a vocabulary of 4095 ids, and this one has 4096"),
         ({"block_size": 4}, "drafts at most 3 tokens a round"),
         ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
+        ({"dflash_config": 5}, "lacks sizes"),
     ],
 )
 def test_one_that_does_not_fit_is_named_in_the_list(
@@ -84,7 +86,25 @@ def test_one_that_is_absent_or_damaged_is_named_too(models: Path) -> None:
     assert "`exo-node models pull a/drafter`" in lib.head(lib.get(TARGET)).reason
     lib = with_drafter(models)
     _ = (models / DRAFTER / "model.safetensors").write_bytes(b"no")
-    assert "model.safetensors" in lib.head(lib.get(TARGET)).reason
+    reason = lib.head(lib.get(TARGET)).reason
+    assert "model.safetensors" in reason and "the block drafter a/drafter" in reason
+
+
+def test_a_snapshot_that_may_not_be_read_ends_no_load(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def locate(_cache: HubCache, repository: str, _revision: str | None = None) -> Path:
+        raise InvalidCheckpoint(f"{repository} belongs to another user")
+
+    monkeypatch.setattr(HubCache, "locate", locate)
+    lib = library(models)
+    reason = lib.head(lib.get(TARGET)).reason
+    assert reason == (
+        "the block drafter a/drafter cannot be read: a/drafter belongs to another user"
+    )
+    spec = resolved(models).spec
+    assert (spec.drafter_path, spec.drafter_fault) == ("", reason)
+    assert load_quietly(spec).head_state == reason
 
 
 def test_a_drafter_is_no_model_that_answers(models: Path) -> None:

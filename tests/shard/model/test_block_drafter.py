@@ -134,6 +134,9 @@ def test_a_family_with_a_head_of_its_own_drafts_by_a_drafter_too(tmp_path: Path)
         ({"dflash_query_causal": True}, "masks its block"),
         ({"block_size": "8"}, "lacks sizes"),
         ({"dflash_config": {"mask_token_id": 4096, "target_layer_ids": [0]}}, "lacks sizes"),
+        ({"dflash_config": {"mask_token_id": 5, "target_layer_ids": [0, 0]}}, "lacks sizes"),
+        ({"dflash_config": [0, 2, 3]}, "lacks sizes"),
+        ({"vocab_size": None}, "the block drafter a/drafter cannot be read: "),
         ({"head_dim": 32}, "cannot be loaded"),
     ],
 )  # fmt: skip
@@ -150,6 +153,18 @@ def test_a_drafter_that_does_not_fit_is_refused_by_name_and_the_model_is_loaded(
 
 def test_a_drafter_that_is_absent_says_how_to_get_it(target: Path) -> None:
     assert "`exo-node models pull a/drafter`" in loaded(target, "").head_state
+    assert loaded(target, "", drafter_fault="it is locked").head_state == "it is locked"
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("data", [None, b"", b"no"])
+def test_a_model_is_loaded_without_a_drafter_whose_files_are_damaged(
+    target: Path, tmp_path: Path, file: str, data: bytes | None
+) -> None:
+    folder = make_drafter(tmp_path / "drafter", drafter_config(VOCABULARY))
+    (folder / file).unlink() if data is None else (folder / file).write_bytes(data)
+    it = loaded(target, folder)
+    assert it.head is None and "the block drafter a/drafter" in it.head_state
 
 
 def test_one_that_the_plan_has_no_memory_for_says_how_it_gets_some(
