@@ -11,8 +11,9 @@ from ..placement.card import ModelCard
 from ..placement.cluster import ClusterView
 from ..placement.drafting import HeadState, choose_drafting
 from ..placement.errors import ModelNotFound
-from ..placement.ids import ModelId, PlacementId
+from ..placement.ids import ModelId, NodeId, PlacementId
 from ..placement.plan import Placement, Preview, planned_bytes, preview
+from ..placement.reader_choice import ExpectedReaders, expected_readers
 from .api.operations.plan_request import PlacementBody, PlanBody
 from .chat.metrics import CONTENT_TYPE, Metrics
 from .chat.scrape import NodeState
@@ -106,7 +107,17 @@ class NodeOperations:
             if placement is not None
         ]
         reply = preview_json(card, choice, view, self._drafts(card, choice), transfers)
-        return reply | {"refusal": await self._refusal(model)}
+        readers = expected_readers(card, choice.best, view, self._copies(card.id, choice.best))
+        return reply | reading_json(readers, view) | {"refusal": await self._refusal(model)}
+
+    def _copies(self, model: ModelId, planned: Placement) -> set[NodeId]:
+        """The nodes that hold the whole model now; none if the planned one is not among them."""
+        copies = {
+            record.generator.node
+            for record in self._placements.records
+            if record.card.id == model and record.status == "ready" and len(record.stages) == 1
+        }
+        return copies if planned.stages[0].node in copies else set()
 
     async def _refusal(self, model: ModelId) -> str | None:
         """Why a load would be refused although there is a place for it."""
@@ -311,6 +322,22 @@ def preview_json(
         "proven": choice.bound_s >= choice.best.score,
         "candidates_considered": choice.candidates_considered,
         "drafting": drafting,
+    }
+
+
+def reading_json(readers: ExpectedReaders, view: ClusterView) -> dict[str, Any]:
+    """The fields of a preview that say who reads long prompts, from which length, and why."""
+    return {
+        "readers": [
+            {
+                "node": each.node,
+                "name": view.node(each.node).name,
+                "layers": [each.first_layer, each.end_layer],
+            }
+            for each in readers.readers
+        ],
+        "readers_from_tokens": readers.rows or None,
+        "read_reason": readers.reason,
     }
 
 

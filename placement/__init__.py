@@ -17,6 +17,7 @@ kv_bits.py: the bits of attention's caches in a placement
 library.py: cards from TOML files and config.json, with one sentence about the first fault
 options.py: the options of a placement, checked
 plan.py: the choice
+reader_choice.py: the nodes of a cluster that read prompts of a model together
 reading.py: which layers of a long prompt other nodes compute
 reasons.py: the reasons of a choice, for a person
 sampling_values.py: the sampling that a publisher suggests, and where each value comes from

@@ -30,6 +30,9 @@ FILE_BYTES_S: Final = 340e6
 layers, to check and unpack them. Two H200s of one host took 10.3 to 11.6 s to read 32,000 rows with
 2.3 GB, where one takes 9.1 s and the link alone promised 6.1."""
 MOST_READERS: Final = 4
+MIN_FORWARDS: Final = 3
+"""Forwards over the rest of a prompt, below which it is read alone: the first and the last one wait
+for each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +134,9 @@ def plan_reading(
     alone_s = left * own_row_s * sizes.layers
     if not readers:
         return ReadingPlan((), alone_s, "")
+    if (forwards := ceil(left / sizes.chunk)) < MIN_FORWARDS:
+        why = f"alone: {left} tokens are {forwards} forward{'s'[forwards == 1 :]}, too few to share"
+        return ReadingPlan((), alone_s, why)
     fastest = sorted(readers, key=lambda reader: (reader.row_s, reader.node))[:MOST_READERS]
     best_s, best = alone_s, tuple[tuple[ReaderNode, int], ...]()
     for count in range(1, min(len(fastest), sizes.layers - 1) + 1):

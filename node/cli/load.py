@@ -95,6 +95,8 @@ def preview_text(preview: Json) -> str:
         f"why: {best['reason']}",
         f"drafting: {preview['drafting']}",
     ]
+    if reading := preview.get("read_reason"):
+        lines.append(f"long prompts: {reading}")
     if refusal := preview.get("refusal"):
         lines.append(f"not loaded as it is: {refusal}")
     return joined(lines)

@@ -13,12 +13,12 @@ from typing import Final
 
 from ...placement.card import ModelCard
 from ...placement.cluster import ClusterView, StageAssignment
-from ...placement.cost import ModelSizes
 from ...placement.errors import ExoNodeError, ModelNotFound
 from ...placement.ids import ModelId, NodeId, PlacementId
 from ...placement.options import PlanOptions
-from ...placement.plan import loaded_card, plan, planned_bytes, prompt_seconds, seconds_now
-from ...placement.reading import ALONE, ReadingPlan, ReadingSizes, plan_reading, reader_of
+from ...placement.plan import plan, planned_bytes, prompt_seconds, seconds_now
+from ...placement.reader_choice import reading_on, upper_layers
+from ...placement.reading import ALONE, ReadingPlan
 from ...placement.split_refusal import SplitRefusal
 from ..cluster.desired import Desired, relaxed
 from ..machine.tasks import background
@@ -29,8 +29,6 @@ from .state import StagedPlan, StageRunner
 log = logging.getLogger(__name__)
 
 _CACHED: Final = 256
-LONG_PROMPT: Final = 16_384
-"""Rows of the prompts for which a reader's layers are chosen."""
 _Cost = Callable[[ModelCard, ClusterView, Sequence[StageAssignment], str], float]
 _Question = tuple[ModelCard, ClusterView, PlanOptions, SplitRefusal]
 
@@ -118,43 +116,21 @@ class PlannerView:
         cached_rows: int,
     ) -> ReadingPlan:
         card, view = self._cards.get(plan.model), self._facts.view(plan.model)
-        nodes = {node.id: node for node in view.nodes if node.reads}
-        if card is None or answering not in nodes:
+        if card is None:
             return ALONE
-        sizes = ReadingSizes.of(loaded_card(card, plan.plan), plan.plan.prefill_chunk)
-        row_s = {
-            node: self.prompt_seconds(plan, [node]) / card.num_layers
-            for node in {answering, *others} & nodes.keys()
-        }
-        readers = [
-            reader
-            for node, (first, busy) in others.items()
-            if node in nodes
-            and (reader := reader_of(node, row_s[node], view.between(answering, node), busy, first))
-        ]
-        names = {node: facts.name for node, facts in nodes.items()}
-        return plan_reading(rows, cached_rows, row_s[answering], readers, sizes, names)
+        return reading_on(card, plan.plan, view, answering, others, rows, cached_rows)
 
     def reader(
         self, plan: StagedPlan, answering: NodeId, node: NodeId, free: int
     ) -> StagedPlan | None:
         card, view = self._cards.get(plan.model), self._facts.view(plan.model)
         facts = {each.id: each for each in view.nodes}
-        own, other = facts.get(answering), facts.get(node)
-        if card is None or own is None or other is None or plan.model not in other.models:
+        if card is None or answering not in facts or node not in facts:
             return None
-        if not other.keeps_readers or (own.backend, own.chip) != (other.backend, other.chip):
-            return None  # another chip would compute other bits
-        sizes = ModelSizes.of(loaded_card(card, plan.plan), plan.plan.context_length)
-        layers = range(1, card.num_layers)
-        fits = (n for n in layers if sizes.need(n, card.num_layers, generator=False) <= free)
-        if (first := next(fits, None)) is None:
+        layers = upper_layers(card, plan.plan, view, answering, facts[node], free)
+        if isinstance(layers, str):
             return None
-        wanted = self.reading(plan, answering, {node: (first, 0)}, LONG_PROMPT, 0)
-        if not wanted.readers:
-            return None
-        first = wanted.readers[0].first_layer
-        need = sizes.need(first, card.num_layers, generator=False)
+        first, need = layers
         return replace(plan, reader=(StageAssignment(node, first, card.num_layers), need))
 
     def lacks_head(self, plan: StagedPlan, generator: StageRunner) -> bool:

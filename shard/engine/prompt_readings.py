@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import mlx.core as mx
 
@@ -11,6 +10,7 @@ from ...mtp.seams import ForwardOutput
 from ...mtp.types import Prefilled
 from ...placement.errors import ExoNodeError
 from ...placement.gpu_faults import is_failed_command
+from ...placement.reading import MIN_FORWARDS
 from .prefill_forward import PrefillForward
 from .prefixes.encoding import CONTENT_FAULTS
 from .prefixes.store import PrefixStore
@@ -22,10 +22,6 @@ from .states.state import State
 from .step_outcome import StepOutcome
 
 log = logging.getLogger(__name__)
-
-MIN_FORWARDS: Final = 3
-"""Forwards over the rest of a prompt, below which it is read alone: the first and the last one wait
-for each other."""
 
 
 @dataclass(slots=True, eq=False)

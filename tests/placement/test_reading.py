@@ -115,7 +115,11 @@ def test_it_is_within_a_tenth_of_the_best_split_of_unequal_nodes(seed: int) -> N
 
 def test_a_short_prompt_is_read_alone() -> None:
     plan = planned(600, [node(1)])
-    assert plan.readers == () and "600 tokens take 0.6 s" in plan.reason
+    assert (
+        plan.readers == () and plan.reason == "alone: 600 tokens are 2 forwards, too few to share"
+    )
+    plan = planned(1100, [node(1, bandwidth=GBIT / 2)])
+    assert plan.readers == () and "1100 tokens take 1.1 s" in plan.reason
     assert planned(4096, [node(1)]).readers
 
 
