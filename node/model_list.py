@@ -177,6 +177,7 @@ class ModelList:
     def _native_mtp(
         self, card: ModelCard, file_head: HeadState, record: LoadedPlacement | None
     ) -> dict[str, Any] | None:
+        card = card if record is None else record.card
         mtp = card.drafts
         if mtp is None:
             return None

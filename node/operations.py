@@ -98,7 +98,9 @@ class NodeOperations:
         model = ModelId(body.model)
         card, _ = await self._facts.card(model)
         view = self._facts.view(model, promised(self._placements.runners))
-        options, refusal = body.options(view.nodes), self._facts.split_refusal(model)
+        drafter = await self._facts.drafter(card, body.drafter)
+        options, refusal = body.options(view.nodes, drafter), self._facts.split_refusal(model)
+        card = options.apply(card)
         # Tenths of a second for many nodes: not on the event loop.
         choice = await asyncio.to_thread(preview, card, view, options, pipeline_refusal=refusal)
         transfers = [
@@ -131,7 +133,9 @@ class NodeOperations:
         """Plans and loads. Raises ModelNotFound if no node has the model or may download it."""
         model = ModelId(body.model)
         await self._facts.require_files(model)
-        options = body.options(self._facts.view(model).nodes)
+        card, _ = await self._facts.card(model)
+        drafter = await self._facts.drafter(card, body.drafter)
+        options = body.options(self._facts.view(model).nodes, drafter)
         desired = self._placements.desired.get(model)
         if body.is_count and desired is not None:
             options = desired.options

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Final
+from typing import Final, Literal
 
-from .card import ModelCard
+from .card import BlockDrafter, ModelCard
 from .cluster import ClusterView, NodeFacts
 from .errors import InsufficientMemory, InvalidRequest
 from .ids import NodeId
@@ -32,14 +32,28 @@ class PlanOptions:
     """A split by hand: node and number of layers in pipeline order, the generator first."""
     kv_bits: int | None = None
     """Bits a number in attention's caches, 0 for whole ones, None for the setting's or card's."""
+    drafter: BlockDrafter | Literal["none"] | None = None
+    """The block drafter in place of the card's one; None for the card's."""
     frugal: bool = False
     """No more memory than it takes: no lengthened context, no float32 where 16 bits would do."""
     shorten: bool = True
     """A context that was not requested may be shorter than usual where nothing else fits."""
 
+    def apply(self, card: ModelCard) -> ModelCard:
+        """The card of what is loaded: with the drafter of these options, if they name one."""
+        if self.drafter is None:
+            return card
+        drafter = None if self.drafter == "none" else self.drafter
+        return card.model_copy(update={"drafter": drafter})
+
+    @property
+    def drafter_name(self) -> str | None:
+        """`drafter` as a body has it."""
+        return self.drafter.model if isinstance(self.drafter, BlockDrafter) else self.drafter
+
     def describe(self, name: Callable[[NodeId], str]) -> str:
         """The bounds that differ from the defaults, for a person; `name`: of a node."""
-        most, bits = self.max_nodes, self.kv_bits
+        most, bits, drafter = self.max_nodes, self.kv_bits, self.drafter_name
         bounds = {
             f"at least {self.min_nodes} nodes": self.min_nodes > 1,
             f"at most {most} node{'s'[most == 1 :]}": most,
@@ -48,6 +62,7 @@ class PlanOptions:
             f"not on {' or '.join(sorted(map(name, self.exclude)))}": self.exclude,
             f"{self.context or 0:,} tokens of context": self.context,
             f"caches of {bits} bits" if bits else "caches not quantised": bits is not None,
+            "without a block drafter" if drafter == "none" else f"drafter {drafter}": drafter,
         }
         return ", ".join(text for text, holds in bounds.items() if text and holds)
 

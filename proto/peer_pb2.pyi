@@ -208,6 +208,7 @@ class DesiredPlacement(_message.Message):
     AUTO_REPLICAS_FIELD_NUMBER: _builtins.int
     REQUESTED_FIELD_NUMBER: _builtins.int
     KV_BITS_FIELD_NUMBER: _builtins.int
+    DRAFTER_FIELD_NUMBER: _builtins.int
     KEEP_ALIVE_S_FIELD_NUMBER: _builtins.int
     IDLE_S_FIELD_NUMBER: _builtins.int
     model: _builtins.str
@@ -233,6 +234,10 @@ class DesiredPlacement(_message.Message):
     def nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerShare]: ...
+    @_builtins.property
+    def drafter(self) -> Global___BlockDrafter:
+        """in place of the card's; without a model: none; absent: the card's"""
+
     def __init__(
         self,
         *,
@@ -247,12 +252,13 @@ class DesiredPlacement(_message.Message):
         auto_replicas: _builtins.bool = ...,
         requested: _builtins.bool = ...,
         kv_bits: _builtins.int | None = ...,
+        drafter: Global___BlockDrafter | None = ...,
         keep_alive_s: _builtins.float | None = ...,
         idle_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s", "_keep_alive_s", b"_keep_alive_s", "_kv_bits", b"_kv_bits", "idle_s", b"idle_s", "keep_alive_s", b"keep_alive_s", "kv_bits", b"kv_bits"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s", "_keep_alive_s", b"_keep_alive_s", "_kv_bits", b"_kv_bits", "drafter", b"drafter", "idle_s", b"idle_s", "keep_alive_s", b"keep_alive_s", "kv_bits", b"kv_bits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s", "_keep_alive_s", b"_keep_alive_s", "_kv_bits", b"_kv_bits", "auto_replicas", b"auto_replicas", "context", b"context", "exclude", b"exclude", "idle_s", b"idle_s", "keep_alive_s", b"keep_alive_s", "kv_bits", b"kv_bits", "layers", b"layers", "max_nodes", b"max_nodes", "min_nodes", b"min_nodes", "model", b"model", "nodes", b"nodes", "replicas", b"replicas", "requested", b"requested"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s", "_keep_alive_s", b"_keep_alive_s", "_kv_bits", b"_kv_bits", "auto_replicas", b"auto_replicas", "context", b"context", "drafter", b"drafter", "exclude", b"exclude", "idle_s", b"idle_s", "keep_alive_s", b"keep_alive_s", "kv_bits", b"kv_bits", "layers", b"layers", "max_nodes", b"max_nodes", "min_nodes", b"min_nodes", "model", b"model", "nodes", b"nodes", "replicas", b"replicas", "requested", b"requested"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__idle_s: _TypeAlias = _typing.Literal["idle_s"]  # noqa: Y015
     _WhichOneofArgType__idle_s: _TypeAlias = _typing.Literal["_idle_s", b"_idle_s"]  # noqa: Y015
@@ -290,6 +296,39 @@ class LayerShare(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LayerShare: _TypeAlias = LayerShare  # noqa: Y015
+
+@_typing.final
+class BlockDrafter(_message.Message):
+    """as a card has it"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    DEFAULT_K_FIELD_NUMBER: _builtins.int
+    MAX_K_FIELD_NUMBER: _builtins.int
+    WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
+    CACHED_NUMBERS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    default_k: _builtins.int
+    max_k: _builtins.int
+    weight_bytes: _builtins.int
+    cached_numbers: _builtins.int
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        default_k: _builtins.int = ...,
+        max_k: _builtins.int = ...,
+        weight_bytes: _builtins.int = ...,
+        cached_numbers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_numbers", b"cached_numbers", "default_k", b"default_k", "max_k", b"max_k", "model", b"model", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockDrafter: _TypeAlias = BlockDrafter  # noqa: Y015
 
 @_typing.final
 class Epoch(_message.Message):
@@ -1968,6 +2007,7 @@ class StageSpec(_message.Message):
     DRAFTER_PATH_FIELD_NUMBER: _builtins.int
     DRAFTER_BYTES_FIELD_NUMBER: _builtins.int
     DRAFTER_FAULT_FIELD_NUMBER: _builtins.int
+    DRAFTER_REQUIRED_FIELD_NUMBER: _builtins.int
     KEEPS_CHUNK_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
@@ -2048,6 +2088,8 @@ class StageSpec(_message.Message):
     """its weights, as far as the plan counts them"""
     drafter_fault: _builtins.str
     """why `drafter_path` is empty. As `path`"""
+    drafter_required: _builtins.bool
+    """a person named it for this placement: without it the load fails"""
     keeps_chunk: _builtins.bool
     """a shorter chunk is not tried where memory is short. As `path`"""
     @_builtins.property
@@ -2105,12 +2147,13 @@ class StageSpec(_message.Message):
         drafter_path: _builtins.str = ...,
         drafter_bytes: _builtins.int = ...,
         drafter_fault: _builtins.str = ...,
+        drafter_required: _builtins.bool = ...,
         keeps_chunk: _builtins.bool = ...,
         plan: Global___PlacementPlan | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "drafter", b"drafter", "drafter_bytes", b"drafter_bytes", "drafter_fault", b"drafter_fault", "drafter_path", b"drafter_path", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "end_layer", b"end_layer", "first_layer", b"first_layer", "hidden_size", b"hidden_size", "keeps_chunk", b"keeps_chunk", "kernels", b"kernels", "kv_bits", b"kv_bits", "kv_bits_reason", b"kv_bits_reason", "kv_bits_source", b"kv_bits_source", "kv_group_size", b"kv_group_size", "layer_bytes", b"layer_bytes", "lease_s", b"lease_s", "listen", b"listen", "lookup_off_reason", b"lookup_off_reason", "max_draft_tokens", b"max_draft_tokens", "measure_at_load", b"measure_at_load", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "path", b"path", "placement", b"placement", "plan", b"plan", "pooling", b"pooling", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_folder", b"prefix_folder", "profile_folder", b"profile_folder", "prompt_lookup", b"prompt_lookup", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "drafter", b"drafter", "drafter_bytes", b"drafter_bytes", "drafter_fault", b"drafter_fault", "drafter_path", b"drafter_path", "drafter_required", b"drafter_required", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "end_layer", b"end_layer", "first_layer", b"first_layer", "hidden_size", b"hidden_size", "keeps_chunk", b"keeps_chunk", "kernels", b"kernels", "kv_bits", b"kv_bits", "kv_bits_reason", b"kv_bits_reason", "kv_bits_source", b"kv_bits_source", "kv_group_size", b"kv_group_size", "layer_bytes", b"layer_bytes", "lease_s", b"lease_s", "listen", b"listen", "lookup_off_reason", b"lookup_off_reason", "max_draft_tokens", b"max_draft_tokens", "measure_at_load", b"measure_at_load", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "path", b"path", "placement", b"placement", "plan", b"plan", "pooling", b"pooling", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_folder", b"prefix_folder", "profile_folder", b"profile_folder", "prompt_lookup", b"prompt_lookup", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -117,6 +117,7 @@ SLOW_FILES = {
         "processes/test_launch_node",
         "lab/test_coding_tools",
         "processes/test_loop_guard",
+        "processes/test_placed_drafters",
         "processes/test_placed_kv_bits",
         "processes/test_model_list",
         "processes/test_model_copies",

@@ -63,6 +63,10 @@ Context = Annotated[int | None, option("TOKENS", "Room for a context of so many.
 KvBits = Annotated[
     int | None, option("BITS", "Attention caches of 8 or 4 bits a number; 0: not quantised.")
 ]
+Drafter = Annotated[
+    str | None,
+    option("MODEL", "This block drafter, by id or folder, in place of the card's; none: none."),
+]
 Nodes = Annotated[str | None, option("A,B", "Just these nodes, in whatever order.")]
 Layers = Annotated[
     str | None, option("A:8,B:8", "This split: layers of each, the generator first.")

@@ -9,7 +9,7 @@ from ...placement.errors import ExoNodeError, PlacementNotFound
 from ...placement.reasons import first_clause
 from . import flags
 from .client import call, connect, delete
-from .load import answering_text, parse_count, placement_body
+from .load import answering_text, drafter_name, parse_count, placement_body
 from .load import load as load_model
 from .models import ModelId, entries_of_node, fit_text, models, this_machine
 from .output import (
@@ -137,6 +137,7 @@ def load(
     max_nodes: flags.MaxNodes = None,
     context: flags.Context = None,
     kv_bits: flags.KvBits = None,
+    drafter: flags.Drafter = None,
     nodes: flags.Nodes = None,
     layers: flags.Layers = None,
     exclude: flags.Exclude = None,
@@ -154,7 +155,7 @@ def load(
         min_nodes = min_nodes or 1
     options = {"min_nodes": min_nodes, "max_nodes": max_nodes, "context": context}
     options |= {"kv_bits": kv_bits, "nodes": nodes, "layers": layers, "exclude": exclude}
-    options |= {"replicas": replicas}
+    options |= {"replicas": replicas, "drafter": drafter_name(drafter)}
     endpoint = connect(port, data_dir)
     placement = load_model(endpoint, placement_body(model, options))
     if as_json:

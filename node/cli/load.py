@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlencode
 
@@ -26,6 +27,12 @@ def parse_count(text: str | None) -> int | str | None:
     if text.isascii() and text.isdecimal() and 1 <= int(text) <= 8:
         return int(text)
     raise typer.BadParameter(f"{text!r} is no number from 1 to 8, nor auto")
+
+
+def drafter_name(text: str | None) -> str | None:
+    """A drafter by id, or by the whole path of its folder: the node has another one's relative."""
+    is_path = text is not None and text.startswith(("/", ".", "~"))
+    return str(Path(text).expanduser().absolute()) if text and is_path else text
 
 
 def answering_text(endpoint: ApiEndpoint, placement: Json) -> str:
@@ -58,6 +65,7 @@ def plan(
     max_nodes: flags.MaxNodes = None,
     context: flags.Context = None,
     kv_bits: flags.KvBits = None,
+    drafter: flags.Drafter = None,
     nodes: flags.Nodes = None,
     layers: flags.Layers = None,
     exclude: flags.Exclude = None,
@@ -71,6 +79,7 @@ def plan(
     """
     options = {"min_nodes": min_nodes, "max_nodes": max_nodes, "context": context}
     options |= {"kv_bits": kv_bits, "nodes": nodes, "layers": layers, "exclude": exclude}
+    options |= {"drafter": drafter_name(drafter)}
     preview = call(connect(port, data_dir), preview_path(model, options))
     print_json(preview) if as_json else print(preview_text(preview))
 

@@ -2,9 +2,14 @@
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Literal
 
+from pydantic import ValidationError
+
+from ...placement.card import BlockDrafter
 from ...placement.ids import ModelId, NodeId
 from ...placement.kv_bits import CHOICES
 from ...placement.options import ANY, PlanOptions
@@ -169,6 +174,7 @@ def desired_to_wire(desired: Desired, now: float) -> pb.DesiredPlacement:
         nodes=options.nodes,
         layers=[pb.LayerShare(node=node, layers=layers) for node, layers in options.layers],
         kv_bits=options.kv_bits,
+        drafter=_drafter_to_wire(options.drafter),
         replicas=desired.replicas,
         auto_replicas=desired.auto_replicas,
         requested=desired.requested,
@@ -188,6 +194,7 @@ def desired_from_wire(message: pb.DesiredPlacement, now: float) -> Desired:
         nodes=tuple(map(NodeId, message.nodes)),
         layers=tuple((NodeId(share.node), int(share.layers)) for share in message.layers),
         kv_bits=chosen_bits(message),
+        drafter=_drafter_from_wire(message),
     )
     return Desired(
         ModelId(message.model),
@@ -198,6 +205,28 @@ def desired_from_wire(message: pb.DesiredPlacement, now: float) -> Desired:
         keep_alive_s=message.keep_alive_s if message.HasField("keep_alive_s") else None,
         used_at=now - message.idle_s if message.HasField("idle_s") else NEVER,
     )
+
+
+def _drafter_to_wire(drafter: BlockDrafter | str | None) -> pb.BlockDrafter | None:
+    match drafter:
+        case None:
+            return None
+        case BlockDrafter():
+            return pb.BlockDrafter(**drafter.model_dump())
+        case _:
+            return pb.BlockDrafter()
+
+
+def _drafter_from_wire(message: pb.DesiredPlacement) -> BlockDrafter | Literal["none"] | None:
+    """None where there is none, or one that no card of this version could name."""
+    if not message.HasField("drafter"):
+        return None
+    if not message.drafter.model:
+        return "none"
+    fields = {each.name: value for each, value in message.drafter.ListFields()}
+    with suppress(ValidationError):
+        return BlockDrafter.model_validate(fields)
+    return None
 
 
 def chosen_bits(message: pb.DesiredPlacement | pb.NodeFacts) -> int | None:

@@ -127,9 +127,10 @@ class Claims:
         card, _ = await self._facts.card(ModelId(request.model))
         if request.HasField("embeds"):
             _check_use(card, embeds=request.embeds)
-        if self._placements.of(card.id) is None:
+        record = self._placements.of(card.id)
+        if record is None:
             await self._facts.require_files(card.id)
-        _ = self._drafting(card, None, request)
+        _ = self._drafting(card if record is None else record.card, None, request)
         if request.HasField("resumes"):
             self._lost(card, request)
         return card.id

@@ -164,7 +164,8 @@ class PlacementRecords:
         name, plan, model = placement.id, placement.plan, placement.plan.model
         self._note_chips(model)
         proven = adopts or model in self._observations.proven
-        record = LoadedPlacement(name, self._cards[model], plan, proven, chips=self._chips)
+        card = placement.plan.options.apply(self._cards[model])
+        record = LoadedPlacement(name, card, plan, proven, chips=self._chips)
         record.begun_at = self._clock()
         record.moved = "fewer nodes are here than were asked for" if plan.displaced else ""
         self._records[name] = record

@@ -298,6 +298,7 @@ class Placements:
         match action:
             case Load(plan=plan):
                 card, fingerprint = self._cards.of(plan.model)
+                card = plan.options.apply(card)
                 self.actions.load(action, card, fingerprint, self._clock())
             case Connect():
                 self.actions.connect(action)

@@ -3,8 +3,9 @@
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, astuple, dataclass, replace
+from typing import Literal
 
-from ...placement.card import ModelCard
+from ...placement.card import BlockDrafter, ModelCard
 from ...placement.chunk import MOST
 from ...placement.cluster import ClusterView, LayerProfile, MeasuredLayer, NodeFacts, evened
 from ...placement.cost import lent
@@ -133,6 +134,14 @@ class NodeFactsSource:
         if self._is_held(model):
             return model_entry.card, (await self._fetcher.describe(model))[1]
         return model_entry.card, ""
+
+    async def drafter(
+        self, card: ModelCard, name: str | None
+    ) -> BlockDrafter | Literal["none"] | None:
+        """The block drafter that a placement of the card's model names. Raises InvalidRequest."""
+        if name is None or name == "none":
+            return name
+        return await asyncio.to_thread(self._library.drafter, card, name)
 
     def _is_held(self, model: ModelId) -> bool:
         return any(model in member.facts.models for member in self._cluster.members())

@@ -56,7 +56,7 @@ class PlannerView:
         strict: bool = False,
     ) -> StagedPlan | ExoNodeError:
         """`strict`: with just the bounds that are desired, whichever nodes are live."""
-        card = self._cards.get(desired.model)
+        card = self._card(desired.model, desired.options)
         if card is None:
             return ModelNotFound(f"{desired.model} is not known here", param="model")
         view = self._facts.view(desired.model)
@@ -73,6 +73,11 @@ class PlannerView:
         if isinstance(planned, ExoNodeError):
             return planned
         return replace(planned, options=desired.options, displaced=options != desired.options)
+
+    def _card(self, model: ModelId, options: PlanOptions) -> ModelCard | None:
+        """The card of the model as it is loaded with these options."""
+        card = self._cards.get(model)
+        return None if card is None else options.apply(card)
 
     def _ask(self, question: _Question) -> StagedPlan | ExoNodeError:
         """The planner's answer. Planning for many nodes takes tenths of a second, so it is kept."""
@@ -92,7 +97,7 @@ class PlannerView:
         self, cost: _Cost, plan: StagedPlan, nodes: Sequence[NodeId], unknown: float
     ) -> float:
         """The cost of the plan's stages on these nodes; `unknown` where one of them is lost."""
-        card, view = self._cards.get(plan.model), self._facts.view(plan.model)
+        card, view = self._card(plan.model, plan.options), self._facts.view(plan.model)
         if card is None or not set(nodes) <= {node.id for node in view.nodes}:
             return unknown
         stages = zip(plan.plan.stages, nodes, strict=True)
@@ -115,7 +120,7 @@ class PlannerView:
         rows: int,
         cached_rows: int,
     ) -> ReadingPlan:
-        card, view = self._cards.get(plan.model), self._facts.view(plan.model)
+        card, view = self._card(plan.model, plan.options), self._facts.view(plan.model)
         if card is None:
             return ALONE
         return reading_on(card, plan.plan, view, answering, others, rows, cached_rows)
@@ -123,7 +128,7 @@ class PlannerView:
     def reader(
         self, plan: StagedPlan, answering: NodeId, node: NodeId, free: int
     ) -> StagedPlan | None:
-        card, view = self._cards.get(plan.model), self._facts.view(plan.model)
+        card, view = self._card(plan.model, plan.options), self._facts.view(plan.model)
         facts = {each.id: each for each in view.nodes}
         if card is None or answering not in facts or node not in facts:
             return None
@@ -134,7 +139,7 @@ class PlannerView:
         return replace(plan, reader=(StageAssignment(node, first, card.num_layers), need))
 
     def lacks_head(self, plan: StagedPlan, generator: StageRunner) -> bool:
-        card, spec = self._cards.get(plan.model), generator.spec
+        card, spec = self._card(plan.model, plan.options), generator.spec
         if card is None or card.drafts is None or plan.plan.mtp_off_reason:
             return False
         if spec is None or spec.native_mtp:

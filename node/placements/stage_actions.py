@@ -150,8 +150,10 @@ class StageActions:
             fingerprint=fingerprint,
             lease_s=self._timing.state_lease_s,
         )
-        specs[key.stage].plan.CopyFrom(plan_to_wire(plan))
-        return specs[key.stage]
+        spec = specs[key.stage]
+        spec.plan.CopyFrom(plan_to_wire(plan))
+        spec.drafter_required = bool(spec.plan.desired.drafter.model)
+        return spec
 
     async def _load(self, runner: StageRunner, spec: pb.StageSpec, extra: bool) -> None:
         key, plan = runner.key, runner.plan

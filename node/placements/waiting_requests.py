@@ -154,5 +154,6 @@ def _change(requested: Desired, now: Desired | None) -> str:
 def _fields(desired: Desired) -> dict[str, str]:
     """The fields of `POST /v1/placements` as JSON. Answers change the number of "auto" replicas."""
     replicas = "auto" if desired.auto_replicas else desired.replicas
-    values = {**asdict(desired.options), "replicas": replicas}
+    options = desired.options
+    values = {**asdict(options), "drafter": options.drafter_name, "replicas": replicas}
     return {name: json.dumps(value, default=sorted) for name, value in values.items()}

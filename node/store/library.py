@@ -7,11 +7,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar, get_args
 
-from ...placement.card import Capability, ModelCard
+from pydantic import ValidationError
+
+from ...placement.card import SHIPPED_MAX_K, BlockDrafter, Capability, ModelCard
 from ...placement.drafting import HeadState
 from ...placement.errors import (
     ExoNodeError,
     InvalidCheckpoint,
+    InvalidRequest,
     InvalidSettings,
     ModelNotFound,
     RemovalRefused,
@@ -321,14 +324,47 @@ class ModelLibrary:
             raise absent_drafter(drafter)
         return folder
 
+    def drafter(self, card: ModelCard, name: str) -> BlockDrafter:
+        """The block drafter `name`, an id or a model's folder, for a card's model.
+
+        Raises InvalidRequest where it is not here or does not fit.
+        """
+        try:
+            if card.embeds:
+                raise DrafterUnusable(f"{card.id} is an embedder, which drafts nothing")
+            model = self._drafter_id(name)
+            facts = self._drafter_facts(model)
+            drafter = card.drafter
+            if drafter is None or drafter.model != model:
+                drafter = BlockDrafter(model=model, max_k=min(SHIPPED_MAX_K, facts.most_drafts))
+            facts.require_fit(card.vocab_size, card.hidden_size, card.num_layers, drafter.max_k)
+        except (DrafterUnusable, ValidationError) as fault:
+            raise InvalidRequest(f"drafter: {fault}, or leave it out", param="drafter") from fault
+        return drafter.model_copy(update=facts.sizes)
+
+    def _drafter_id(self, name: str) -> ModelId:
+        """The id of a drafter by id or folder. Raises DrafterUnusable for another folder."""
+        if not (path := Path(name)).is_absolute():
+            return ModelId(name)
+        for place in in_folders(self._roots):
+            if path in (place.folder, place.folder.resolve()):
+                return place.id
+        raise DrafterUnusable(
+            f"{name} is in none of the head's folders of models; put it into one, or start the "
+            "node with --models-dir"
+        )
+
+    def _drafter_facts(self, model: ModelId) -> DrafterFacts:
+        """The facts of a drafter on this disk. Raises DrafterUnusable."""
+        folder = self.drafter_folder(model)
+        with reading_drafter(model):
+            return read_drafter(self.checkpoint(folder), model)
+
     def _drafter(self, card: ModelCard) -> DrafterFacts:
         """The facts of the card's drafter, which fits it. Raises DrafterUnusable."""
         assert card.drafter is not None
-        name = card.drafter.model
-        folder = self.drafter_folder(name)
-        with reading_drafter(name):
-            facts = read_drafter(self.checkpoint(folder), name)
-        facts.require_fit(card.vocab_size, card.hidden_size, card.num_layers, card.drafter.max_k)
+        facts, most = self._drafter_facts(card.drafter.model), card.drafter.max_k
+        facts.require_fit(card.vocab_size, card.hidden_size, card.num_layers, most)
         return facts
 
     def _with_drafter(self, model: KnownModel) -> KnownModel:
@@ -341,8 +377,7 @@ class ModelLibrary:
             facts = self._drafter(model.card)
         except DrafterUnusable:
             return model
-        sizes = {"weight_bytes": facts.weight_bytes, "cached_numbers": facts.cached_numbers}
-        filled = drafter.model_copy(update=sizes)
+        filled = drafter.model_copy(update=facts.sizes)
         return replace(model, card=model.card.model_copy(update={"drafter": filled}))
 
     def file_facts(self, model: KnownModel) -> FileFacts:

@@ -12,6 +12,7 @@ from .checkpoint import Checkpoint
 _ARCHITECTURE: Final = "DFlashDraftModel"
 _MAX_SIZE: Final = 1 << 20
 _MAX_LAYERS: Final = 64
+_REMEDY: Final = "name the drafter of this model, in its card (drafter.model) or by --drafter"
 
 
 class DrafterUnusable(Exception):
@@ -36,6 +37,16 @@ class DrafterFacts:
     weight_bytes: int
     """Its tensors, without copies of the target's, which are not loaded."""
 
+    @property
+    def most_drafts(self) -> int:
+        """Tokens of a round, at most."""
+        return self.block_size - 1
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that a card may have of it."""
+        return {"weight_bytes": self.weight_bytes, "cached_numbers": self.cached_numbers}
+
     def require_fit(self, vocabulary: int, hidden: int, layers: int, most: int) -> None:
         """Checks that it drafts up to `most` tokens for a model of these sizes. Raises
         DrafterUnusable."""
@@ -48,16 +59,16 @@ class DrafterFacts:
             if own != other:
                 raise DrafterUnusable(
                     f"{drafter} is for a model with {part.format(own)}, and this one has {other}; "
-                    "name the drafter of this model in its card, under drafter.model"
+                    + _REMEDY
                 )
         if max(self.layer_ids) >= layers:
             raise DrafterUnusable(
-                f"{drafter} reads layer {max(self.layer_ids)}, and the model has {layers}; name "
-                "the drafter of this model in its card, under drafter.model"
+                f"{drafter} reads layer {max(self.layer_ids)}, and the model has {layers}; "
+                + _REMEDY
             )
-        if most >= self.block_size:
+        if most > self.most_drafts:
             raise DrafterUnusable(
-                f"{drafter} drafts at most {self.block_size - 1} tokens a round; set "
+                f"{drafter} drafts at most {self.most_drafts} tokens a round; set "
                 "drafter.max_k in the model's card to that or less"
             )
 

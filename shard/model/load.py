@@ -220,6 +220,10 @@ def _load_head(
         try:
             return load_block_drafter(spec, stage, limits, dtype), "loaded"
         except DrafterUnusable as fault:
+            if spec.drafter_required:
+                raise InvalidCheckpoint(
+                    f"{fault}, or load the model without --drafter", param="drafter"
+                ) from fault
             return None, str(fault)
     family = _family(spec, stage)
     if isinstance(family, str):

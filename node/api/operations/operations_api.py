@@ -28,6 +28,7 @@ _PLAN_QUERY: Final[Mapping[str, Json]] = {
     "max_nodes": {"type": "integer", "minimum": 1, "maximum": 1024},
     "context": {"type": "integer", "minimum": 1},
     "kv_bits": {"enum": ["0", "4", "8"]},
+    "drafter": {"type": "string", "minLength": 1, "maxLength": 256},
     **{name: {"type": "string", "minLength": 1} for name in ("exclude", "nodes", "layers")},
 }
 

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from ....placement.card import BlockDrafter
 from ....placement.cluster import NodeFacts
 from ....placement.errors import InvalidRequest
 from ....placement.ids import NodeId
@@ -47,11 +48,17 @@ class PlanBody(StrictBody):
     kv_bits: Annotated[Choice, BeforeValidator(_whole)] | None = None
     """Bits a number in attention's caches; 0: not quantised; null: by the head's EXO_KV_BITS or the
     model's card."""
+    drafter: Name | None = None
+    """A block drafter in place of the card's one, by its id or its folder among the models of the
+    head; "none"; null: the card's."""
     layers: list[LayersOn] = Field(default_factory=list[LayersOn], max_length=1024)
     """In pipeline order, the generator first."""
 
-    def options(self, live: Sequence[NodeFacts]) -> PlanOptions:
-        """The plan's options. Raises InvalidRequest for a name of no live node, or of several."""
+    def options(
+        self, live: Sequence[NodeFacts], drafter: BlockDrafter | Literal["none"] | None
+    ) -> PlanOptions:
+        """The plan's options; `drafter`: the one that the body names. Raises InvalidRequest for a
+        name of no live node, or of several."""
         on = _resolved("layers", [stage.node for stage in self.layers], live)
         return PlanOptions(
             min_nodes=self.min_nodes,
@@ -60,6 +67,7 @@ class PlanBody(StrictBody):
             exclude=frozenset(_resolved("exclude", self.exclude, live)),
             nodes=tuple(_resolved("nodes", self.nodes, live)),
             kv_bits=self.kv_bits,
+            drafter=drafter,
             layers=tuple((node, s.layers) for node, s in zip(on, self.layers, strict=True)),
         )
 

@@ -210,6 +210,10 @@ BAD_BODIES: list[tuple[str, str, object, str]] = [
         ("POST", "/v1/placements", {"model": "demo", "kv_bits": bits}, "kv_bits")
         for bits in (3, "4", -1, 1e9, 10**20, 8.5, True, False)
     ),
+    *(
+        ("POST", "/v1/placements", {"model": "demo", "drafter": name}, "drafter")
+        for name in ("", 3, True, ["a"], "x" * 300)
+    ),
     ("PATCH", "/v1/settings", {}, "body"),
     ("PATCH", "/v1/settings", {"native_mtp_enabled": None}, "native_mtp_enabled"),
     ("PATCH", "/v1/settings", {"native_mtp_enabled": 1}, "native_mtp_enabled"),

@@ -1,6 +1,7 @@
 """`exo-node models load` and `unload`, over a stub of the node."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,10 @@ def load(stub: Stub, *arguments: str) -> Any:
             ["--layers", "a:8,b:c:16"],
             {"layers": [{"node": "a", "layers": 8}, {"node": "b:c", "layers": 16}]},
         ),
+        (["--drafter", "a/drafter"], {"drafter": "a/drafter"}),
+        (["--drafter", "none"], {"drafter": "none"}),
+        (["--drafter", "/there/drafter"], {"drafter": "/there/drafter"}),
+        (["--drafter", "./drafter"], {"drafter": str(Path.cwd() / "drafter")}),
         (["--replicas", "auto"], {"min_nodes": 1, "replicas": "auto"}),
         (["--replicas", "2"], {"min_nodes": 1, "replicas": 2}),
         (["--replicas", "2", "--min-nodes", "3"], {"min_nodes": 3, "replicas": 2}),

@@ -207,6 +207,7 @@ def test_a_query_says_what_a_body_says() -> None:
             ("nodes", "a,node-b"),
             ("layers", "node-b:5,a:7"),
             ("exclude", "c"),
+            ("drafter", "a/drafter"),
         ]
     )
     assert body == PlanBody.model_validate(
@@ -218,12 +219,13 @@ def test_a_query_says_what_a_body_says() -> None:
             "nodes": ["a", "node-b"],
             "layers": [{"node": "node-b", "layers": 5}, {"node": "a", "layers": 7}],
             "exclude": ["c"],
+            "drafter": "a/drafter",
         }
     )
-    assert body.options(cluster(1, 1, 1).nodes) == PlanOptions(
+    assert body.options(cluster(1, 1, 1).nodes, None) == PlanOptions(
         2, 3, 500, frozenset({C}), (A, B), ((B, 5), (A, 7))
     )
-    assert PlacementBody(model="m").options(()) == PlanOptions()
+    assert PlacementBody(model="m").options((), None) == PlanOptions()
 
 
 @pytest.mark.parametrize(
@@ -253,13 +255,13 @@ def test_a_query_with_a_fault_names_its_field(query: list[tuple[str, str]], para
 def test_a_node_goes_by_name_or_id_and_an_ambiguous_name_is_refused() -> None:
     twins = ClusterView((NodeFacts(A, "mac", 1, 1), NodeFacts(B, "mac", 1, 1)))
     by_id = PlanBody(model="m", nodes=["b"])
-    assert by_id.options(twins.nodes).nodes == (B,)
+    assert by_id.options(twins.nodes, None).nodes == (B,)
     for body, says in [
         (PlanBody(model="m", exclude=["mac"]), r"'mac' means several of .*: mac \(a\), mac \(b\)"),
         (PlanBody(model="m", exclude=["pc"]), "'pc' means none of the live nodes"),
     ]:
         with pytest.raises(InvalidRequest, match=says) as caught:
-            body.options(twins.nodes)
+            body.options(twins.nodes, None)
         assert caught.value.param == "exclude"
 
 

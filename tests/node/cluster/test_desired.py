@@ -5,10 +5,14 @@ from dataclasses import replace
 import pytest
 
 from exo_node.node.cluster.desired import Desired, DesiredPlacements, desired_from_wire, relaxed
+from exo_node.placement.card import BlockDrafter
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.placement.options import PlanOptions
 from exo_node.proto import peer_pb2 as pb
 
+DRAFTER = BlockDrafter(
+    model=ModelId("a/drafter"), default_k=2, max_k=5, weight_bytes=77, cached_numbers=9
+)
 DEMO, OTHER = ModelId("demo"), ModelId("other")
 A, B, C = (NodeId(letter * 20) for letter in "abc")
 
@@ -22,6 +26,8 @@ ASKED = [
     Desired(DEMO, PlanOptions(layers=((B, 5), (A, 11))), requested_at=0.0),
     Desired(DEMO, PlanOptions(kv_bits=8), requested_at=0.0),
     Desired(DEMO, PlanOptions(kv_bits=0), requested_at=0.0),
+    Desired(DEMO, PlanOptions(drafter=DRAFTER), requested_at=0.0),
+    Desired(DEMO, PlanOptions(drafter="none"), requested_at=0.0),
     Desired(DEMO, keep_alive_s=30.0, used_at=100.0),
 ]
 HEAD = NodeId("h" * 20)
@@ -48,6 +54,12 @@ def test_the_next_head_has_the_desired_placements_of_the_last_one(wish: Desired)
 
 def test_bits_of_caches_that_this_version_does_not_know_are_left_to_the_card() -> None:
     message = pb.DesiredPlacement(model=DEMO, kv_bits=6)
+    assert desired_from_wire(message, 0.0).options == PlanOptions()
+
+
+def test_a_drafter_that_no_card_could_name_is_left_to_the_card() -> None:
+    drafter = pb.BlockDrafter(model="a/drafter", default_k=9, max_k=3)
+    message = pb.DesiredPlacement(model=DEMO, drafter=drafter)
     assert desired_from_wire(message, 0.0).options == PlanOptions()
 
 

@@ -23,7 +23,7 @@ from exo_node.node.placements.observations import promised
 from exo_node.node.placements.placements import Placements
 from exo_node.node.placements.state import Epoch, LiveNode
 from exo_node.node.runners.runner_client import Endpoint
-from exo_node.placement.card import ModelCard
+from exo_node.placement.card import BlockDrafter, ModelCard
 from exo_node.placement.cluster import ClusterView, NodeFacts
 from exo_node.placement.errors import (
     ExoNodeError,
@@ -118,6 +118,8 @@ class World:
         self.pids = 0
         self.card_bits: int | None = None
         """`kv_bits` of every card."""
+        self.card_drafter: BlockDrafter | None = None
+        """`drafter` of every card."""
         self.kv_bits: dict[NodeId, int] = {}
         """EXO_KV_BITS by node."""
         self.kv_refusals: tuple[tuple[ModelId, str], ...] = ()
@@ -445,7 +447,8 @@ class Head(FakeStages, FakeFacts):
 
     async def card(self, model: ModelId) -> tuple[ModelCard, str]:
         await asyncio.sleep(0)
-        return DEMO.model_copy(update={"id": model, "kv_bits": self.world.card_bits}), ""
+        facts = {"kv_bits": self.world.card_bits, "drafter": self.world.card_drafter}
+        return DEMO.model_copy(update={"id": model, **facts}), ""
 
     # ------------------------------------------------------------------ Stages
 

@@ -10,8 +10,12 @@ from cluster_world import World
 from test_stories import ALONE, PAIR, M, loads, placed
 
 from exo_node.node.placements.loaded_placement import LoadedPlacement
+from exo_node.placement.card import BlockDrafter
 from exo_node.placement.errors import LoadFailed, PlacementSuperseded
+from exo_node.placement.ids import ModelId
 from exo_node.placement.options import PlanOptions
+
+DRAFTER = BlockDrafter(model=ModelId("a/drafter"))
 
 
 def place(
@@ -26,6 +30,7 @@ def place(
     [
         (replace(ALONE, context=256), {}, "with context 256 instead of 512"),
         (replace(ALONE, kv_bits=8), {}, "with kv_bits 8 instead of null"),
+        (replace(ALONE, drafter=DRAFTER), {}, 'with drafter "a/drafter" instead of null'),
         (PAIR, {}, "with min_nodes 2 instead of 1, max_nodes 2 instead of 1"),
         (ALONE, {"replicas": 2}, "with replicas 2 instead of 1"),
         (ALONE, {"auto_replicas": True}, 'with replicas "auto" instead of 1'),

@@ -14,7 +14,8 @@ from exo_node.node.placements.local_model import resolve
 from exo_node.node.store.hub_cache import HubCache
 from exo_node.node.store.library import ModelLibrary
 from exo_node.node.store.listing import mtp_words
-from exo_node.placement.errors import InvalidCheckpoint
+from exo_node.placement.card import BlockDrafter
+from exo_node.placement.errors import InvalidCheckpoint, InvalidRequest
 from exo_node.placement.ids import ModelId
 
 TARGET, DRAFTER = ModelId("target"), ModelId("a/drafter")
@@ -105,6 +106,48 @@ def test_a_snapshot_that_may_not_be_read_ends_no_load(
     spec = resolved(models).spec
     assert (spec.drafter_path, spec.drafter_fault) == ("", reason)
     assert load_quietly(spec).head_state == reason
+
+
+def test_a_placement_names_a_drafter_by_id_or_folder(models: Path) -> None:
+    lib = with_drafter(models, block_size=4)
+    bare = lib.get(TARGET).card.model_copy(update={"drafter": None})
+    by_id = lib.drafter(bare, DRAFTER)
+    assert by_id == lib.drafter(bare, str(models / DRAFTER))
+    assert (by_id.model, by_id.default_k, by_id.max_k) == (DRAFTER, 1, 3), "of a block of 4 rows"
+    assert by_id.weight_bytes and by_id.cached_numbers
+    own = bare.model_copy(update={"drafter": BlockDrafter(model=DRAFTER, default_k=2, max_k=2)})
+    assert lib.drafter(own, DRAFTER).max_k == 2, "as the card has it"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "why"),
+    [
+        ("a/other", {}, "the block drafter a/other is not on this machine"),
+        (str(TARGET), {}, "target is no block drafter that is implemented here"),
+        ("/etc", {}, "/etc is in none of the head's folders of models"),
+        ("../models/a/drafter", {}, "is not on this machine"),
+        ("NONE", {}, "is not on this machine"),
+        ("a/\0", {}, "is not on this machine"),
+        ("/a\0", {}, "is in none of"),
+        (DRAFTER, {"vocab_size": 4095}, "a vocabulary of 4095 ids"),
+        (DRAFTER, {"hidden_size": 32}, "hidden states of 32 numbers"),
+        (DRAFTER, {"num_target_layers": 9}, "9 layers"),
+        (DRAFTER, {"dflash_config": []}, "lacks sizes"),
+        (DRAFTER, {"vocab_size": None}, "the block drafter a/drafter cannot be read"),
+    ],
+)
+def test_one_that_a_placement_cannot_have_is_refused_by_its_field(
+    models: Path, name: str, changes: dict[str, Any], why: str
+) -> None:
+    lib = with_drafter(models, **changes)
+    with pytest.raises(InvalidRequest) as caught:
+        _ = lib.drafter(lib.get(TARGET).card, name)
+    message = caught.value.message
+    assert caught.value.param == "drafter" and why in message
+    assert message.startswith("drafter: ") and message.endswith(", or leave it out")
+    embedder = lib.get(TARGET).card.model_copy(update={"capabilities": ("embeddings",)})
+    with pytest.raises(InvalidRequest, match="an embedder, which drafts nothing"):
+        _ = lib.drafter(embedder, name)
 
 
 def test_a_drafter_is_no_model_that_answers(models: Path) -> None:

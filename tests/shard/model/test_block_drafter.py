@@ -14,6 +14,7 @@ from engines import load_quietly, spec
 from models import make_checkpoint
 
 from exo_node.mtp.seams import as_row
+from exo_node.placement.errors import InvalidCheckpoint
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
 from exo_node.shard.checkpoint.drafters import DrafterUnusable, read_drafter
 from exo_node.shard.model import block_drafter
@@ -154,6 +155,17 @@ def test_a_drafter_that_does_not_fit_is_refused_by_name_and_the_model_is_loaded(
 def test_a_drafter_that_is_absent_says_how_to_get_it(target: Path) -> None:
     assert "`exo-node models pull a/drafter`" in loaded(target, "").head_state
     assert loaded(target, "", drafter_fault="it is locked").head_state == "it is locked"
+
+
+def test_a_drafter_that_a_person_named_is_loaded_or_the_load_fails(
+    target: Path, tmp_path: Path
+) -> None:
+    folder = make_drafter(tmp_path / "drafter", drafter_config(VOCABULARY))
+    assert loaded(target, folder, drafter_required=True).head_state == "loaded"
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(InvalidCheckpoint, match=r"a/drafter .*without --drafter") as caught:
+        _ = loaded(target, folder, drafter_required=True)
+    assert caught.value.param == "drafter"
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
