@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol, cast
 import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.cache import ArraysCache
-from mlx_lm.models.gated_delta import gated_delta_update, normalize_qk
+from mlx_lm.models.gated_delta import compute_g, gated_delta_update, normalize_qk
 
 from ..caches.rollback import RowChoice, TapedCache, TapedLayer, rows_of_each
 from ..caches.window import MAX_ROLLBACK_ROWS
@@ -205,6 +205,9 @@ class TapedGatedDelta(TapedLayer):
         state: mx.array,
         mask: mx.array | None = None,
     ) -> tuple[mx.array, mx.array]:
+        if mask is None and q.shape[1] > 1 and mx.default_device() == mx.Device(mx.cpu):
+            decay = compute_g(self.A_log, a, self.dt_bias)
+            return _rows_in_turn(q, k, v, decay, mx.sigmoid(b), state)
         parameters = self.A_log, self.dt_bias, state, mask
         return gated_delta_update(q, k, v, a, b, *parameters, use_kernel=not self.training)
 
@@ -263,6 +266,32 @@ class TapedGatedDelta(TapedLayer):
 
     def _normalized(self, q: mx.array, k: mx.array) -> tuple[mx.array, mx.array]:
         return normalize_qk(q, k, inv_scale=self.head_k_dim**-0.5, eps=1e-6)
+
+
+def _rows_in_turn(
+    q: mx.array, k: mx.array, v: mx.array, decay: mx.array, beta: mx.array, state: mx.array
+) -> tuple[mx.array, mx.array]:
+    """mlx-lm's `gated_delta_ops`, its bits, in four fifths of its time on a CPU: there each of the
+    five arrays is cut once, and not once for each row."""
+    if (heads := v.shape[2] // k.shape[2]) > 1:
+        q, k = mx.repeat(q, heads, axis=2), mx.repeat(k, heads, axis=2)
+    state, outputs = state[:, None], list[mx.array]()
+    for row in zip(*(mx.split(x, q.shape[1], axis=1) for x in (q, k, v, decay, beta)), strict=True):
+        output, state = _delta_step(*row, state)
+        outputs.append(output)
+    return mx.concatenate(outputs, axis=1), state[:, 0]
+
+
+@mx.compile
+def _delta_step(
+    q: mx.array, k: mx.array, v: mx.array, decay: mx.array, beta: mx.array, state: mx.array
+) -> tuple[mx.array, mx.array]:
+    """One row of (B, 1, heads, …)."""
+    k = k[..., None, :]
+    state = state * decay[..., None, None]
+    delta = (v - (state * k).sum(axis=-1)) * beta[..., None]
+    state = state + k * delta[..., None]
+    return (state * q[..., None, :]).sum(axis=-1).astype(q.dtype), state
 
 
 def _one_of(states: mx.array, index: int) -> mx.array:
