@@ -116,7 +116,8 @@ class LocalNode:
             default_draft_tokens=self.settings.native_mtp_default_k,
             kv_bits=self.settings.kv_bits,
             reads=self.settings.readers != "0",
-            keeps_readers=self.settings.readers == "1",
+            keeps_readers=self.settings.readers in ("1", "any"),
+            reads_any=self.settings.readers == "any",
         )
         facts.MergeFrom(self.about())
         return self.profiling.add_to(facts)

@@ -77,6 +77,8 @@ class NodeFacts:
     """Whether it reads prompts with other nodes."""
     keeps_readers: bool = False
     """Whether it holds upper layers of models for that, in room that no model needs."""
+    reads_any: bool = False
+    """Whether it does so with other kinds of machines, whose bits may differ."""
     chunk_limit: ChunkLimit | None = None
     """The limit for the model that is being placed, if a GPU fault there has set one."""
 

@@ -87,8 +87,10 @@ def upper_layers(
 
 
 def is_kin(own: NodeFacts, other: NodeFacts) -> bool:
-    """Whether two nodes compute the same bits, as far as their chips decide that."""
-    return (own.backend, own.chip) == (other.backend, other.chip)
+    """Whether two nodes may read together: they compute the same bits, as far as their chips decide
+    that, or both allow other ones."""
+    same = (own.backend, own.chip) == (other.backend, other.chip)
+    return same or (own.reads_any and other.reads_any)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,10 +29,27 @@ FILE_BYTES_S: Final = 340e6
 """Bytes of what readers send for which the answering node is expected to spend a second beside its
 layers, to check and unpack them. Two H200s of one host took 10.3 to 11.6 s to read 32,000 rows with
 2.3 GB, where one takes 9.1 s and the link alone promised 6.1."""
+ANY_KIND: Final = "any-"
 MOST_READERS: Final = 4
 MIN_FORWARDS: Final = 3
 """Forwards over the rest of a prompt, below which it is read alone: the first and the last one wait
 for each other."""
+
+
+def may_read(own: str, other: str) -> bool:
+    """Whether a runner with the key `other` may read for one with `own`: see `reading_key`."""
+    return own == other or (own.startswith(ANY_KIND) and _model_of(own) == _model_of(other))
+
+
+def reading_key(model: str, machine: str, *, any_kind: bool) -> str:
+    """The name of a runner's states. `model`: a hash of all that decides them but for the machine;
+    `machine`: of the kind that computes them. `any_kind`: whether it reads with other kinds, so
+    that its states may be mixed: then only others that allow it have the same name."""
+    return f"{ANY_KIND * any_kind}{model}-{machine}"
+
+
+def _model_of(key: str) -> str:
+    return key.rpartition("-")[0]
 
 
 @dataclass(frozen=True, slots=True)

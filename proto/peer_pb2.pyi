@@ -509,6 +509,7 @@ class NodeFacts(_message.Message):
     KV_REFUSALS_FIELD_NUMBER: _builtins.int
     READS_FIELD_NUMBER: _builtins.int
     KEEPS_READERS_FIELD_NUMBER: _builtins.int
+    READS_ANY_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     name: _builtins.str
     version: _builtins.str
@@ -543,6 +544,8 @@ class NodeFacts(_message.Message):
     """EXO_READERS is not 0: prompts are read with other nodes"""
     keeps_readers: _builtins.bool
     """EXO_READERS=1: room that no model needs is for upper layers"""
+    reads_any: _builtins.bool
+    """EXO_READERS=any: that, and prompts are read with other kinds of nodes"""
     @_builtins.property
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """ids whose files this node has"""
@@ -607,10 +610,11 @@ class NodeFacts(_message.Message):
         kv_refusals: _abc.Iterable[Global___KvRefusal] | None = ...,
         reads: _builtins.bool = ...,
         keeps_readers: _builtins.bool = ...,
+        reads_any: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_kv_bits", b"_kv_bits", "kv_bits", b"kv_bits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kv_bits", b"_kv_bits", "adaptive_draft", b"adaptive_draft", "addresses", b"addresses", "async_draft_eval", b"async_draft_eval", "backend", b"backend", "chip", b"chip", "default_draft_tokens", b"default_draft_tokens", "dtype", b"dtype", "float32_products", b"float32_products", "held_models", b"held_models", "host", b"host", "http_host", b"http_host", "http_port", b"http_port", "id", b"id", "join_requests", b"join_requests", "keeps_readers", b"keeps_readers", "kv_bits", b"kv_bits", "kv_refusals", b"kv_refusals", "links", b"links", "memory_bandwidth", b"memory_bandwidth", "memory_bytes", b"memory_bytes", "models", b"models", "name", b"name", "native_mtp_variable", b"native_mtp_variable", "port", b"port", "profiles", b"profiles", "reads", b"reads", "split_refusals", b"split_refusals", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kv_bits", b"_kv_bits", "adaptive_draft", b"adaptive_draft", "addresses", b"addresses", "async_draft_eval", b"async_draft_eval", "backend", b"backend", "chip", b"chip", "default_draft_tokens", b"default_draft_tokens", "dtype", b"dtype", "float32_products", b"float32_products", "held_models", b"held_models", "host", b"host", "http_host", b"http_host", "http_port", b"http_port", "id", b"id", "join_requests", b"join_requests", "keeps_readers", b"keeps_readers", "kv_bits", b"kv_bits", "kv_refusals", b"kv_refusals", "links", b"links", "memory_bandwidth", b"memory_bandwidth", "memory_bytes", b"memory_bytes", "models", b"models", "name", b"name", "native_mtp_variable", b"native_mtp_variable", "port", b"port", "profiles", b"profiles", "reads", b"reads", "reads_any", b"reads_any", "split_refusals", b"split_refusals", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__kv_bits: _TypeAlias = _typing.Literal["kv_bits"]  # noqa: Y015
     _WhichOneofArgType__kv_bits: _TypeAlias = _typing.Literal["_kv_bits", b"_kv_bits"]  # noqa: Y015
@@ -2008,6 +2012,7 @@ class StageSpec(_message.Message):
     DRAFTER_BYTES_FIELD_NUMBER: _builtins.int
     DRAFTER_FAULT_FIELD_NUMBER: _builtins.int
     DRAFTER_REQUIRED_FIELD_NUMBER: _builtins.int
+    READS_ANY_FIELD_NUMBER: _builtins.int
     KEEPS_CHUNK_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
@@ -2090,6 +2095,8 @@ class StageSpec(_message.Message):
     """why `drafter_path` is empty. As `path`"""
     drafter_required: _builtins.bool
     """a person named it for this placement: without it the load fails"""
+    reads_any: _builtins.bool
+    """other kinds of machines may read its prompts. As `path`"""
     keeps_chunk: _builtins.bool
     """a shorter chunk is not tried where memory is short. As `path`"""
     @_builtins.property
@@ -2148,12 +2155,13 @@ class StageSpec(_message.Message):
         drafter_bytes: _builtins.int = ...,
         drafter_fault: _builtins.str = ...,
         drafter_required: _builtins.bool = ...,
+        reads_any: _builtins.bool = ...,
         keeps_chunk: _builtins.bool = ...,
         plan: Global___PlacementPlan | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "drafter", b"drafter", "drafter_bytes", b"drafter_bytes", "drafter_fault", b"drafter_fault", "drafter_path", b"drafter_path", "drafter_required", b"drafter_required", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "end_layer", b"end_layer", "first_layer", b"first_layer", "hidden_size", b"hidden_size", "keeps_chunk", b"keeps_chunk", "kernels", b"kernels", "kv_bits", b"kv_bits", "kv_bits_reason", b"kv_bits_reason", "kv_bits_source", b"kv_bits_source", "kv_group_size", b"kv_group_size", "layer_bytes", b"layer_bytes", "lease_s", b"lease_s", "listen", b"listen", "lookup_off_reason", b"lookup_off_reason", "max_draft_tokens", b"max_draft_tokens", "measure_at_load", b"measure_at_load", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "path", b"path", "placement", b"placement", "plan", b"plan", "pooling", b"pooling", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_folder", b"prefix_folder", "profile_folder", b"profile_folder", "prompt_lookup", b"prompt_lookup", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["async_draft_eval", b"async_draft_eval", "batching", b"batching", "checkpoint_sha256", b"checkpoint_sha256", "context_length", b"context_length", "draft_vocabulary", b"draft_vocabulary", "drafter", b"drafter", "drafter_bytes", b"drafter_bytes", "drafter_fault", b"drafter_fault", "drafter_path", b"drafter_path", "drafter_required", b"drafter_required", "dtype", b"dtype", "dtype_reason", b"dtype_reason", "end_layer", b"end_layer", "first_layer", b"first_layer", "hidden_size", b"hidden_size", "keeps_chunk", b"keeps_chunk", "kernels", b"kernels", "kv_bits", b"kv_bits", "kv_bits_reason", b"kv_bits_reason", "kv_bits_source", b"kv_bits_source", "kv_group_size", b"kv_group_size", "layer_bytes", b"layer_bytes", "lease_s", b"lease_s", "listen", b"listen", "lookup_off_reason", b"lookup_off_reason", "max_draft_tokens", b"max_draft_tokens", "measure_at_load", b"measure_at_load", "measure_layers", b"measure_layers", "memory_limit_bytes", b"memory_limit_bytes", "model", b"model", "mtp_hidden", b"mtp_hidden", "mtp_off_reason", b"mtp_off_reason", "native_mtp", b"native_mtp", "num_layers", b"num_layers", "num_stages", b"num_stages", "path", b"path", "placement", b"placement", "plan", b"plan", "pooling", b"pooling", "prefill_chunk", b"prefill_chunk", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_folder", b"prefix_folder", "profile_folder", b"profile_folder", "prompt_lookup", b"prompt_lookup", "reads_any", b"reads_any", "stage", b"stage", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3002,7 +3010,7 @@ class ReadBegin(_message.Message):
     SCHEDULE_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     key: _builtins.str
-    """CachedPrefix.key of the caller: refused unless it is the runner's own"""
+    """CachedPrefix.key of the caller: refused unless this runner may read for it"""
     request: _builtins.str
     attempt: _builtins.int
     first_layer: _builtins.int
@@ -3053,19 +3061,23 @@ class ReadReply(_message.Message):
 
     DATA_FIELD_NUMBER: _builtins.int
     ENDS_FIELD_NUMBER: _builtins.int
+    OTHER_KIND_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
     """at most 1 MiB"""
     ends: _builtins.bool
     """it is the forward's last"""
+    other_kind: _builtins.bool
+    """with `ends`: the caller's kind of machine may compute other bits"""
     def __init__(
         self,
         *,
         data: _builtins.bytes = ...,
         ends: _builtins.bool = ...,
+        other_kind: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "ends", b"ends"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "ends", b"ends", "other_kind", b"other_kind"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3786,10 +3798,13 @@ class Started(_message.Message):
     NOTES_FIELD_NUMBER: _builtins.int
     NEAR_TIE_DRAFTS_FIELD_NUMBER: _builtins.int
     ADAPTIVE_DRAFT_FIELD_NUMBER: _builtins.int
+    READS_ANY_FIELD_NUMBER: _builtins.int
     near_tie_drafts: _builtins.int
     """K, where drafts may decide near ties; 0: they decide nothing"""
     adaptive_draft: _builtins.bool
     """of `near_tie_drafts`"""
+    reads_any: _builtins.bool
+    """other kinds of machines may have read its prompt"""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """below 0: rows of images"""
@@ -3805,10 +3820,11 @@ class Started(_message.Message):
         notes: _abc.Iterable[_builtins.str] | None = ...,
         near_tie_drafts: _builtins.int = ...,
         adaptive_draft: _builtins.bool = ...,
+        reads_any: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_draft", b"adaptive_draft", "near_tie_drafts", b"near_tie_drafts", "notes", b"notes", "prompt_ids", b"prompt_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adaptive_draft", b"adaptive_draft", "near_tie_drafts", b"near_tie_drafts", "notes", b"notes", "prompt_ids", b"prompt_ids", "reads_any", b"reads_any"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -340,7 +340,8 @@ def _finished(finished: pb.Finished, placed: pb.Placed, answer: AnswerLog) -> Fi
     if answer.resumes:
         # Rounds of a batch were recomputed alone: near ties see it.
         same = not stats["batched_tokens"] or stats["batch_identity"] == "bitwise"
-        stats.update(answer.timings(), resumes=answer.resumes, resume_exact=answer.exact and same)
+        exact = stats["resume_exact"] and answer.exact and same
+        stats.update(answer.timings(), resumes=answer.resumes, resume_exact=exact)
     prompt, completion = stats.pop("prompt_tokens"), stats.pop("completion_tokens")
     prompt = sum(answer.embedded.values()) or prompt  # an attempt counts its own inputs
     stages = [

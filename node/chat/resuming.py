@@ -110,6 +110,7 @@ class AnswerLog:
                 if self._near_ties not in (None, near_ties) or (self.resumes and near_ties[1]):
                     self.exact = False
                 self._near_ties = near_ties
+                self.exact = self.exact and not event.started.reads_any
             case "delta":
                 self.rounds.append(event.delta.round)
                 self._last = self.clock()

@@ -31,7 +31,7 @@ LOAD_TIMEOUT_S: Final = 300
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LogFormat = Literal["human", "json"]
 Kernels = Literal["auto", "mlx"]
-Readers = Literal["0", "copies", "1"]
+Readers = Literal["0", "copies", "1", "any"]
 
 DEFAULT_PORT: Final = 52415
 DEFAULT_GRPC_PORT: Final = 52416

@@ -231,6 +231,7 @@ def node_facts(
         profile_dtype=times.dtype if times else "",
         reads=f.reads,
         keeps_readers=f.keeps_readers,
+        reads_any=f.reads_any,
         chunk_limit=limit_of(times.chunk_limit, times.chunk_fault) if times else None,
         dtype=f.dtype if f.dtype in BYTES else "auto",
         float32_products=f.float32_products,

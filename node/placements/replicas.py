@@ -8,7 +8,7 @@ from typing import Final
 
 from ...placement.errors import ExoNodeError
 from ...placement.ids import NodeId, PlacementId
-from ...placement.reading import ReaderLayers
+from ...placement.reading import ReaderLayers, may_read
 from ...proto import peer_pb2 as pb
 from ..cluster.desired import Desired
 from .readers import free_readers, readers_of
@@ -189,14 +189,17 @@ def _with_readers(
     others = {
         each.nodes[0]: each.owners[0].key
         for each in candidates
-        if each is not placement and each.id in prefixes and prefixes[each.id].key == own.key
+        if each is not placement
+        and each.id in prefixes
+        and may_read(own.key, prefixes[each.id].key)
     }
     busy = {
         each.nodes[0]: (1, _work_on(here, each)) for each in candidates if each.nodes[0] in others
     }
     for runner in placement.others:
-        key = None if runner.ready is None else runner.ready.read_key
-        if runner.is_reader and runner.state == "ready" and key == own.key and runner.plan.reader:
+        key = "" if runner.ready is None else runner.ready.read_key
+        can_read = runner.is_reader and runner.state == "ready" and may_read(own.key, key)
+        if can_read and runner.plan.reader:
             others[runner.key.node] = runner.key
             busy[runner.key.node] = runner.plan.reader[0].first_layer, runner.requests
     answering = placement.nodes[0]

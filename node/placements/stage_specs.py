@@ -156,6 +156,7 @@ def on_this_machine(
     own.lookup_off_reason = _lookup_refusal(settings)
     own.prompt_lookup = not own.lookup_off_reason
     own.measure_at_load = settings.measure_at_load
+    own.reads_any = settings.readers == "any"
     if not settings.prefix_cache_enabled:
         own.prefix_cache_bytes = 0
     return own

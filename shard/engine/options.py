@@ -31,6 +31,8 @@ class EngineOptions:
     """Whether requests may copy drafts from their own tokens."""
     lookup_off_reason: str = ""
     """Why they may not."""
+    reads_any: bool = False
+    """Whether other kinds of machines may read prompts, so that cached states may be theirs."""
     pooling: str = ""
     """How an embedder's hidden states become an embedding. Empty for a model that answers."""
 

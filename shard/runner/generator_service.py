@@ -89,6 +89,7 @@ class GeneratorService(peer_pb2_grpc.GeneratorServicer):
             notes=notes,
             near_tie_drafts=near_ties,
             adaptive_draft=near_ties > 0 and parameters.drafting.adaptive_draft,
+            reads_any=self._engine.reads_any,
         )
         yield pb.GenerateEvent(started=started)
         if request.HasField("prefix_source") and self._fetcher is not None:

@@ -12,6 +12,7 @@ from typing import cast
 import mlx.core as mx
 
 from ...placement.errors import ExoNodeError
+from ...placement.reading import reading_key
 from ...proto import peer_pb2 as pb
 from ...proto.fields import changed
 from ..checkpoint.checkpoint import sample_digest
@@ -55,7 +56,7 @@ def prefix_disk_of(spec: pb.StageSpec, loaded: Loaded) -> PrefixDisk | None:
     # A fingerprint does not cover weights: changed files must not use old prefixes.
     files = sorted(Path(spec.path).glob("*.safetensors"))
     file_states = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    parts = _prefix_parts(spec, loaded, file_states)
+    parts = _prefix_parts(spec, _key(spec, loaded), file_states)
     folder, caches = Path(spec.prefix_folder), loaded.model.make_caches
     return PrefixDisk(folder, repr(parts), spec.prefix_disk_bytes, caches, spec.model)
 
@@ -76,21 +77,28 @@ def shared_prefix_key(spec: pb.StageSpec, loaded: Loaded) -> str:
     except (OSError, ExoNodeError) as fault:
         log.warning("states are not shared with other replicas: %s", fault)
         return ""
-    parts = _prefix_parts(spec, loaded, weights), _processor()
-    return f"{FORMAT}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}"
+    key = _key(spec, loaded)
+    model = FORMAT, _prefix_parts(spec, replace(key, device="", mlx=""), weights)
+    machine = key.device, key.mlx, _processor()
+    return reading_key(_hash(model), _hash(machine), any_kind=spec.reads_any)
 
 
-def _prefix_parts(spec: pb.StageSpec, loaded: Loaded, weights: object) -> tuple[object, ...]:
+def _hash(parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def _prefix_parts(spec: pb.StageSpec, key: DraftProfileKey, weights: object) -> tuple[object, ...]:
     """Everything but the ids that decides the bits of a prefix. `weights` separates those whose
     headers are alike."""
     # The rows that reach a stage have the bits of the machines and layers before it.
     before = [(each.node, each.end_layer) for each in spec.plan.stages[: spec.stage]]
     return (
         version("exo-node"),  # its kernels and its forwards
-        _key(spec, loaded),
+        key,
         (spec.mtp_hidden, spec.prefill_chunk, spec.kv_group_size),
         (spec.first_layer, spec.end_layer, before),
         weights,
+        spec.reads_any,  # states may be those of another kind of machine
     )
 
 

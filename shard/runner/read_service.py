@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Final
 
 from ...placement.errors import ExoNodeError, InvalidFrame, InvalidRequest, PeerLost
+from ...placement.reading import may_read
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ...proto.bounds import fault as out_of_bounds
@@ -67,7 +68,8 @@ class ReadService(peer_pb2_grpc.ReadingServicer):
         begin = (await anext(requests, pb.ReadRequest())).begin
         self._check(begin)
         self._reads += 1
-        reading = _Reading(self._limits, self._engine, self._compute, begin)
+        other = begin.key != self._key
+        reading = _Reading(self._limits, self._engine, self._compute, begin, other_kind=other)
         try:
             async for reply in reading.replies(requests):
                 yield reply
@@ -81,7 +83,7 @@ class ReadService(peer_pb2_grpc.ReadingServicer):
         if begin.placement != limits.placement:
             # The port of a runner that is gone may be another's by now.
             raise PeerLost("another placement's runner listens here now")
-        if begin.key != self._key:
+        if not may_read(begin.key, self._key):
             raise InvalidRequest(
                 "this runner's states are of another model, or of another kind of machine",
                 param="key",
@@ -117,7 +119,10 @@ class _Reading:
         engine: ReadsLayers,
         compute: ComputeThread,
         begin: pb.ReadBegin,
+        *,
+        other_kind: bool,
     ) -> None:
+        self._other_kind = other_kind
         self._limits = limits
         self._engine = engine
         self._compute = compute
@@ -148,7 +153,7 @@ class _Reading:
                     raise _as_public(added)
                 async for chunk in chunks_of(pieces_of(*added, lambda: None)):
                     yield pb.ReadReply(data=chunk.data)
-                yield pb.ReadReply(ends=True)
+                yield pb.ReadReply(ends=True, other_kind=self._other_kind)
                 self._ahead.release()
         finally:
             _ = taking.cancel()

@@ -192,6 +192,7 @@ class RemoteReaders:
             wanted = self._wanted(number, forward)
             receiver = receiver or PrefixReceiver(form.bytes(wanted), partial(form.check, wanted))
             await asyncio.to_thread(receiver.feed, reply.data)
+            self.outcome.other_kind |= reply.other_kind
             if reply.ends:
                 received, receiver = receiver.finish(), None
                 returned_at = time.monotonic()

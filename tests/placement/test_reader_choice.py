@@ -84,6 +84,16 @@ def test_what_keeps_a_node_from_reading_is_said(
     assert (found.readers, found.rows, found.reason) == ((), 0, why)
 
 
+def test_another_kind_of_machine_reads_where_both_allow_it() -> None:
+    view = cluster(chip="H200", backend="cuda", reads_any=True, keeps_readers=True)
+    own = replace(view.nodes[0], reads_any=True)
+    for nodes, count in ((view.nodes, 0), ((own, view.nodes[1]), 1)):
+        mixed = replace(view, nodes=nodes)
+        for copies in ({A, B}, set[NodeId]()):
+            found = expected_readers(card(), placed(mixed), mixed, copies)
+            assert len(found.readers) == count, found.reason
+
+
 def test_without_a_link_nobody_reads() -> None:
     view = replace(cluster(keeps_readers=True), links=())
     for copies in (set[NodeId](), {A, B}):

@@ -113,3 +113,25 @@ def test_a_node_without_a_copy_holds_upper_layers_to_read(tmp_path: Path) -> Non
         assert [stage["node"] for stage in placed["stages"]] != stats["read_by"]
         _ = one.call("POST", "/v1/placements", {"model": "demo", "replicas": 2})
         eventually(lambda: len(copies(one)) == 2 and not readers_of(one), WITHIN_S)
+
+
+def test_a_node_of_another_kind_reads_if_both_allow_it(tmp_path: Path) -> None:
+    """One of them computes with MLX's kernels alone, so their bits may differ."""
+    flags, env = ("--dtype", "float32"), {"EXO_READERS": "any"}
+    other = env | {"EXO_KERNELS": "mlx"}
+    with (
+        node(tmp_path / "one", *flags, env=env) as one,
+        node(copy_key(one, tmp_path / "two"), *flags, env=other) as two,
+    ):
+        eventually(lambda: sees(one, 2) and sees(two, 2), WITHIN_S)
+        _ = one.call("POST", "/v1/placements", {"model": "demo", "replicas": 2})
+        eventually(lambda: len(copies(one)) == 2, WITHIN_S)
+        stats = dict[str, Any]()
+        for seed in range(5):
+            _, stats = asked(one, prompt(seed), num_draft_tokens=2)
+            if stats["read_by"]:
+                break
+        assert len(stats["read_by"]) == 1 and stats["resume_exact"] is False
+        assert "another kind of machine read a part" in stats["read_reason"]
+        _, fresh = asked(one, prompt(9, 60), cache=False)
+        assert fresh["resume_exact"] is True

@@ -36,7 +36,7 @@ from ..prefixes.store import PrefixStore
 from ..prompt_images import PromptImages
 from ..reading.layer_read import Deliver as LayerDeliver
 from ..reading.layer_rows import LayerForm
-from ..reading.link import Readers
+from ..reading.link import ReadOutcome
 from ..reading.views import LayerViews
 from ..request import DraftProgress, Parameters, ReplayProgress, Request
 from ..round_forms import RoundForms
@@ -359,7 +359,7 @@ class TextEngine:
                 shared=answer.stats.shares_without_copies,
             ),
             loop_reason="" if request.loop_guard is None else request.loop_guard.reason,
-            **_read_stats(parameters.readers),
+            **self._read_stats(request),
         )
         stats = answer.stats.finish(stats)
         if parameters.drafting.adaptive_draft:
@@ -371,6 +371,32 @@ class TextEngine:
             measured.batch_identity = self._executor.batch_identity
         batch_identity = measured.batch_identity if stats.batched_tokens else "off"
         return AnswerEnd(why, text.finish(), stats, identity, batch_identity, text.stopped_by)
+
+    def _read_stats(self, request: Request) -> dict[str, Any]:
+        """The figures of a prompt that others might read, and whether its bits are of one kind of
+        machine."""
+        readers = request.parameters.readers
+        outcome = ReadOutcome() if readers is None else readers.outcome
+        reason, is_mixed = outcome.reason, outcome.other_kind
+        if is_mixed:
+            reason += "; another kind of machine read a part, as EXO_READERS=any allows"
+        elif self.reads_any and request.cached_rows:
+            is_mixed = True
+            reason = f"{reason}; " * bool(reason) + (
+                "cached rows may be of another kind of machine, as EXO_READERS=any allows"
+            )
+        return {
+            "read_by": tuple(outcome.nodes),
+            "read_s": outcome.seconds,
+            "read_bytes": outcome.bytes,
+            "read_reason": reason,
+            "resume_exact": not is_mixed,
+        }
+
+    @property
+    def reads_any(self) -> bool:
+        """Whether other kinds of machines may have read rows of prompts."""
+        return self._options.reads_any
 
     @property
     def depth_reason(self) -> str:
@@ -426,19 +452,6 @@ class TextEngine:
     def save_prefix(self) -> bool:
         """See `PrefixDisk.save_next`; does nothing while there is a request."""
         return not self._engine.keys and self._prefixes.save_next()
-
-
-def _read_stats(readers: Readers | None) -> dict[str, Any]:
-    """The stats of an answer whose prompt others might read."""
-    if readers is None:
-        return {}
-    outcome = readers.outcome
-    return {
-        "read_by": tuple(outcome.nodes),
-        "read_s": outcome.seconds,
-        "read_bytes": outcome.bytes,
-        "read_reason": outcome.reason,
-    }
 
 
 def _log_failed_read(end: FinishReason | BaseException) -> None:

@@ -44,6 +44,8 @@ class ReadOutcome:
     """From its first forward to the last one that came back."""
     bytes: int = 0
     """Bytes that were sent and received."""
+    other_kind: bool = False
+    """Whether a part of it came from another kind of machine."""
 
 
 class Readers(Protocol):

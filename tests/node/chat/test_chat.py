@@ -238,6 +238,19 @@ def test_a_resume_is_not_called_exact_where_its_rounds_may_decide_near_ties_othe
     assert isinstance(end, Finished) and end.stats["resume_exact"] is exact
 
 
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_a_resume_is_not_exact_where_another_kind_of_machine_may_have_read_the_prompt(
+    attempt: int,
+) -> None:
+    starts = [
+        pb.GenerateEvent(started=pb.Started(prompt_ids=[7], reads_any=number == attempt))
+        for number in range(2)
+    ]
+    events, _ = resumed(([starts[0], spoken("a", 1)], LOST), ([starts[1], ENDED], None))
+    end = events[-1]
+    assert isinstance(end, Finished) and end.stats["resume_exact"] is False
+
+
 @pytest.mark.parametrize(
     ("identity", "exact"), [("bitwise", True), ("near_tie", False), ("off", False)]
 )

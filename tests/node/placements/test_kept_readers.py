@@ -36,16 +36,17 @@ from exo_node.placement.cluster import StageAssignment
 from exo_node.placement.errors import LoadFailed
 from exo_node.placement.ids import ModelId, NodeId
 from exo_node.placement.options import PlanOptions
+from exo_node.placement.reading import reading_key
 from exo_node.proto import peer_pb2 as pb
 
 READING: StagedPlan = replace(WHOLE, reader=(StageAssignment(B, 2, 4), 20))
 KEY = "the same model"
 
 
-def reader(node: str = "b", number: int = 1, **fields: object) -> StageRunner:
+def reader(node: str = "b", number: int = 1, key: str = KEY, **fields: object) -> StageRunner:
     layers = StageAssignment(NodeId(node), 2, 4)
     plan = replace(WHOLE, reader=(layers, 20))
-    ready = pb.LoadReady(read_key=KEY)
+    ready = pb.LoadReady(read_key=key)
     return runner("p", number, node, plan, ready=ready, **fields)
 
 
@@ -137,6 +138,14 @@ def test_it_reads_the_layers_that_it_has() -> None:
     assert route is not None and route.placement.id == P
     ((key, layers),) = route.readers
     assert key == reader().key and (layers.first_layer, layers.end_layer) == (2, 4)
+
+
+def test_one_of_another_kind_reads_where_both_allow_it() -> None:
+    for allowed in (True, False):
+        keys = [reading_key("m", kind, any_kind=allowed) for kind in ("mac", "box")]
+        here = situation(reader(key=keys[1]))
+        route = admit(here, here.desired[0], prefixes(keys[0]))  # pyright: ignore[reportArgumentType]
+        assert route is not None and len(route.readers) == allowed
 
 
 @pytest.mark.parametrize(

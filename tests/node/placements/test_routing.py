@@ -10,6 +10,7 @@ from test_reconcile import ELSEWHERE, LOADED, NOW, UNCONNECTED, WHOLE, Case, P, 
 from exo_node.node.placements.replicas import ReplicaRoute, admit
 from exo_node.node.placements.state import Demand, Epoch, StageRunner
 from exo_node.placement.ids import PlacementId
+from exo_node.placement.reading import reading_key
 from exo_node.proto import peer_pb2 as pb
 
 
@@ -180,6 +181,15 @@ def test_it_reads_nothing_where_its_states_are_of_no_use(
     case = Case("", [], [wish(replicas=2)], runners=[*LOADED, *ELSEWHERE])
     route = admit(case.situation(reading_rate=1e9), case.desired[0], prefixes)
     assert route is not None and route.readers == ()
+
+
+def test_a_replica_of_another_kind_reads_where_both_allow_it() -> None:
+    mac, box = (reading_key("m", kind, any_kind=True) for kind in ("mac", "box"))
+    assert reading_of({P: long_prompt(key=mac), Q: long_prompt(key=box)}).readers
+    has_more = {P: long_prompt(key=mac), Q: long_prompt(rows=9000, key=box)}
+    case = Case("", [], [wish(replicas=2)], runners=[*LOADED, *ELSEWHERE])
+    route = admit(case.situation(reading_rate=1e9, link_rate=1e9), case.desired[0], has_more)
+    assert route is not None and route.source is None, "cached states are of one kind"
 
 
 def test_a_busy_replica_gets_fewer_layers() -> None:

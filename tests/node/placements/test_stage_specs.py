@@ -19,7 +19,7 @@ from exo_node.node.machine.settings import installed_distributions, load_setting
 from exo_node.node.machine.timing import LAN
 from exo_node.node.placements.local_model import resolve
 from exo_node.node.placements.placements import Placements
-from exo_node.node.placements.planner_view import NodeFactsSource
+from exo_node.node.placements.planner_view import NodeFactsSource, node_facts
 from exo_node.node.placements.stage_runners import LocalStages
 from exo_node.node.placements.stage_specs import StageSettings, build_specs, on_this_machine
 from exo_node.node.placements.stages import Stages
@@ -30,6 +30,7 @@ from exo_node.placement.cluster import OWN as CPU_PRODUCTS
 from exo_node.placement.cluster import ClusterView, NodeFacts
 from exo_node.placement.cost import ModelSizes
 from exo_node.placement.drafting import EnabledState
+from exo_node.placement.errors import ExoNodeError
 from exo_node.placement.ids import ModelId, NodeId, PlacementId
 from exo_node.placement.library import packaged_cards
 from exo_node.placement.plan import plan, planned_bytes
@@ -153,6 +154,34 @@ def test_a_machine_decides_whether_it_copies_and_says_why_not(
     spec = on_this_machine(own_spec, tmp_path, settings, absent)
     assert spec.prompt_lookup == (not reason)
     assert (reason in spec.lookup_off_reason) if reason else not spec.lookup_off_reason
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("0", (False, False, False)),
+        ("copies", (True, False, False)),
+        ("1", (True, True, False)),
+        (" Any ", (True, True, True)),
+    ],
+)
+def test_a_machine_decides_with_which_others_it_reads(
+    value: str, expected: tuple[bool, bool, bool], tmp_path: Path
+) -> None:
+    settings = load_settings({"data_dir": str(tmp_path)}, {"EXO_READERS": value})
+    local = LocalNode(settings, detect_hardware(installed_distributions(), 2 * 10**9))
+    facts = node_facts(MemberFacts(local.facts(), []), ModelId("m"))
+    assert (facts.reads, facts.keeps_readers, facts.reads_any) == expected
+    spec = on_this_machine(pb.StageSpec(reads_any=True), tmp_path, settings, absent)
+    assert spec.reads_any is expected[-1]
+
+
+@pytest.mark.parametrize("value", ["2", "all", "any,1", "copies\x00", "none"])
+def test_a_value_of_readers_that_does_not_exist_is_refused_by_name(
+    value: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ExoNodeError, match=r"EXO_READERS.*0, copies, 1, any"):
+        _ = load_settings({"data_dir": str(tmp_path)}, {"EXO_READERS": value})
 
 
 def test_prefixes_have_room_for_a_context_and_the_states_at_its_borders_within_the_plan() -> None:

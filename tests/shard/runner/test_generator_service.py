@@ -66,6 +66,7 @@ def _stand_in(drive: Drive, k: int = 3, near_ties: int = 0) -> Any:
         is_whole=True,
         drive=drive,
         drafting=drafting,
+        reads_any=False,
     )
 
 
@@ -132,7 +133,9 @@ def test_an_attempt_says_what_its_drafts_may_decide(
 
     fields = {"num_draft_tokens": 2, "adaptive_draft": True}
     engine = _stand_in(drive, granted, near_ties)
+    engine.reads_any = near_ties > 0
     [event, *_] = asyncio.run(_stream(engine, None, **CHAT, **fields))
+    assert event.started.reads_any is engine.reads_any
     assert (event.started.near_tie_drafts, event.started.adaptive_draft) == said
     assert requested == [min(granted, 2)], "what was said is what is done"
 

@@ -12,6 +12,7 @@ import pytest
 from mlx_lm.models.cache import KVCache
 from small import small_checkpoint
 
+from exo_node.placement.reading import may_read
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.prefixes.disk import MIN_ROWS
 from exo_node.shard.engine.prefixes.memory import PrefixCache
@@ -19,6 +20,7 @@ from exo_node.shard.engine.prefixes.prompt_path import PromptPath
 from exo_node.shard.engine.states.state import State
 from exo_node.shard.kernels.trial import KernelChoice
 from exo_node.shard.model.block_drafter import BlockDrafter
+from exo_node.shard.runner import persistent_files
 from exo_node.shard.runner.persistent_files import (
     prefix_disk_of,
     profile_of,
@@ -103,6 +105,7 @@ def test_weights_that_were_replaced_find_no_prefix(load: Load) -> None:
         {"kv_bits": 8},
         {"kv_group_size": 32},
         {"prefill_chunk": 256},
+        {"reads_any": True},
         {"first_layer": 1},
         {"end_layer": 2},
         {"stage": 1, "plan": BEHIND_ANOTHER},
@@ -157,6 +160,24 @@ def test_what_decides_a_states_bits_decides_the_shared_key(
     changes: dict[str, Any], copies: list[Path]
 ) -> None:
     assert _shared_key(copies[0], **changes) not in ("", _shared_key(copies[0]))
+
+
+def test_copies_on_another_kind_of_machine_may_read_if_both_allow_it(
+    copies: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a machine computed that allows it is of no use to one that does not, and on no disk."""
+    mine, mixed = _shared_key(copies[0]), _shared_key(copies[0], reads_any=True)
+    assert not may_read(mine, mixed) and not may_read(mixed, mine)
+    monkeypatch.setattr(persistent_files, "_processor", lambda: ("another",))
+    theirs, also_mixed = _shared_key(copies[1]), _shared_key(copies[1], reads_any=True)
+    assert not may_read(mine, theirs) and may_read(mixed, also_mixed) and mixed != also_mixed
+    assert not may_read(mixed, theirs)
+    different: list[dict[str, Any]] = [{"dtype": "float16"}, {"kv_bits": 8}, {"prefill_chunk": 256}]
+    for changes in different:
+        assert not may_read(mixed, _shared_key(copies[1], reads_any=True, **changes)), changes
+    assert not may_read(mixed, _shared_key(copies[2], reads_any=True))
+    kernels = (KernelChoice("a kernel", "a shape", 16, True, ""),)
+    assert may_read(mixed, _shared_key(copies[1], kernels, reads_any=True))
 
 
 def test_the_disk_tier_does_not_decide_the_shared_key(copies: list[Path]) -> None:

@@ -19,6 +19,7 @@ from prefixes import CHUNK, TOKENS, cold, engine, turn, words
 from exo_node.node.trust.certificates import channel_credentials, runner_credentials
 from exo_node.node.trust.keys import ClusterKey
 from exo_node.placement.ids import NodeId
+from exo_node.placement.reading import reading_key
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc
 from exo_node.shard.engine.answers.text_engine import TextEngine
@@ -50,12 +51,13 @@ class Runner:
     placement: str
     engine: TextEngine = field(default_factory=engine)
     compute: ComputeThread = field(default_factory=ComputeThread)
+    key: str = KEY
 
     def __post_init__(self) -> None:
         own = limits(self.placement)
-        self.reading = ReadService(own, KEY, self.engine, self.compute)
+        self.reading = ReadService(own, self.key, self.engine, self.compute)
         credentials = channel_credentials(runner_credentials(NODE, CLUSTER))
-        readers = partial(readers_of, KEY, credentials, own, self.compute)
+        readers = partial(readers_of, self.key, credentials, own, self.compute)
         self.service = GeneratorService(own, self.engine, self.compute, ANY, None, None, readers)
 
     async def ask(
@@ -113,11 +115,13 @@ def reader(source: pb.PrefixSource, first: int = 2, end: int = 4) -> pb.Reader:
 Story = Callable[[Runner, list[pb.PrefixSource], list[grpc.aio.Server]], Awaitable[None]]
 
 
-def play(story: Story, *readings: Any) -> None:
+def play(story: Story, *readings: Any, target: Runner | None = None) -> None:
     """An answering runner, and where readers are served. Nothing is left of them."""
 
     async def run() -> None:
-        target = Runner("target")
+        await with_target(target or Runner("target"))
+
+    async def with_target(target: Runner) -> None:
         try:
             async with asyncio.timeout(50):
                 if len(readings) == 1:
@@ -177,6 +181,66 @@ def test_two_readers(runners: list[Runner], k: int) -> None:
             await until_free(runner)
 
     play(story, *(each.reading for each in runners))
+
+
+def test_a_reader_of_another_kind_reads_where_both_allow_it_and_the_answer_says_so() -> None:
+    """What it has read stays in the cache, so that later answers say it too."""
+    mac, box = (reading_key("model", kind, any_kind=True) for kind in ("mac", "box"))
+    target, other = Runner("target", engine(reads_any=True), key=mac), Runner("reader", key=box)
+
+    async def story(target: Runner, sources: Any, _: Any) -> None:
+        short = await target.ask([], 0, PROMPT[:40])
+        assert (short.resume_exact, short.read_reason) == (True, "a test")
+        stats = await target.ask([reader(sources[0])], 1)
+        assert list(stats.read_by) == [NODE] and not stats.resume_exact
+        assert "a test; another kind of machine read a part" in stats.read_reason
+        again = await target.ask([], 1, [*PROMPT, *words(40, 3)])
+        assert again.cached_tokens > 0 and not again.resume_exact
+        assert again.read_reason.startswith("cached rows may be of another kind of machine")
+
+    try:
+        play(story, other.reading, target=target)
+    finally:
+        other.compute.close()
+
+
+def test_a_reader_of_the_same_kind_leaves_the_bits_as_they_are() -> None:
+    key = reading_key("model", "mac", any_kind=True)
+    target, other = Runner("target", engine(reads_any=True), key=key), Runner("reader", key=key)
+
+    async def story(target: Runner, sources: Any, _: Any) -> None:
+        stats = await target.ask([reader(sources[0])], 1)
+        assert list(stats.read_by) == [NODE] and stats.resume_exact
+        assert stats.read_reason == "a test"
+
+    try:
+        play(story, other.reading, target=target)
+    finally:
+        other.compute.close()
+
+
+@pytest.mark.parametrize(
+    ("own", "others"),
+    [
+        (("model", "mac", False), ("model", "box", False)),
+        (("model", "mac", False), ("model", "mac", True)),
+        (("model", "mac", True), ("model", "mac", False)),
+        (("model", "mac", True), ("another", "mac", True)),
+    ],
+)
+def test_a_reader_of_another_kind_is_refused_unless_both_allow_it(own: Any, others: Any) -> None:
+    keys = [reading_key(m, kind, any_kind=each) for m, kind, each in (own, others)]
+    target, other = Runner("target", key=keys[0]), Runner("reader", key=keys[1])
+
+    async def story(target: Runner, sources: Any, _: Any) -> None:
+        stats = await target.ask([reader(sources[0])], 1)
+        assert "another kind of machine" in stats.read_reason and stats.resume_exact
+        assert "rows alone" in stats.read_reason
+
+    try:
+        play(story, other.reading, target=target)
+    finally:
+        other.compute.close()
 
 
 def test_a_reader_that_stops_in_the_middle(runners: list[Runner]) -> None:
