@@ -143,9 +143,13 @@ class TappedTarget:
         target: "FamilyTarget | WholeTarget",
         taps: LayerTaps,
         join: Callable[[Sequence[mx.array]], mx.array],
+        *,
+        with_hidden: bool = False,
     ) -> None:
-        """`join`: outputs (B, rows, H) of the tapped layers -> (B, rows, H)."""
+        """`join`: outputs (B, rows, H) of the tapped layers -> (B, rows, H). `with_hidden`: after
+        the target's own hidden states."""
         self.plain, self._taps, self._join = target, taps, join
+        self._with_hidden = with_hidden
         self.rope_positions = target.rope_positions
 
     def forward(
@@ -158,17 +162,21 @@ class TappedTarget:
     ) -> ForwardOutput:
         with self._taps.collected() as outputs:
             out = self.plain.forward(tokens, caches, want=want, embeddings=embeddings)
-        return ForwardOutput(out.logits, self._hidden(outputs))
+        return ForwardOutput(out.logits, self._hidden(out.hidden, outputs))
 
     def forward_batch(
         self, tokens: mx.array, caches: Sequence[object]
     ) -> tuple[mx.array, mx.array | None]:
         with self._taps.collected() as outputs:
-            logits, _ = self.plain.forward_batch(tokens, caches)
-        return logits, self._hidden(outputs)
+            logits, hidden = self.plain.forward_batch(tokens, caches)
+        return logits, self._hidden(hidden, outputs)
 
-    def _hidden(self, outputs: Sequence[list[mx.array]]) -> mx.array:
-        return self._join([mx.concatenate(each, axis=1) for each in outputs])
+    def _hidden(self, own: mx.array | None, outputs: Sequence[list[mx.array]]) -> mx.array:
+        joined = self._join([mx.concatenate(each, axis=1) for each in outputs])
+        if not self._with_hidden:
+            return joined
+        assert own is not None, "a family gives hidden states"
+        return mx.concatenate([own, joined.astype(own.dtype)], axis=-1)
 
 
 class Layers(Protocol):

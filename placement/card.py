@@ -66,7 +66,7 @@ class NativeMtp(DraftDepth):
 
 
 class BlockDrafter(DraftDepth):
-    """A checkpoint of its own that drafts for the model, in place of a head."""
+    """A checkpoint of its own that drafts for the model, beside its head if it has one."""
 
     model: ModelId = Field(min_length=1, max_length=200, pattern=_ID)
     """Its id among the models of the node that loads it."""
@@ -168,7 +168,7 @@ class ModelCard(BaseModel):
     `dtype`. It changes the answers."""
     native_mtp: NativeMtp | None = None
     drafter: BlockDrafter | None = None
-    """A checkpoint that drafts in place of a head, of this model and its variants."""
+    """A checkpoint that drafts for this model and its variants, beside the head."""
     sampling: SamplingDefaults = SamplingDefaults()
     capabilities: tuple[Capability, ...] = Field(default=(), strict=False, max_length=8)
     """The abilities of the model. Lists add those that its chat template shows once it is here."""
@@ -311,14 +311,14 @@ class ModelCard(BaseModel):
     @property
     def draft_bytes(self) -> int:
         """The weights of what may draft."""
-        return self.mtp_bytes if self.drafter is None else self.drafter.weight_bytes
+        return self.mtp_bytes + (self.drafter.weight_bytes if self.drafter else 0)
 
     @property
     def draft_bytes_per_token(self) -> int:
         """Bytes that one token adds to the caches of what may draft."""
-        if self.drafter is not None:
-            return self.drafter.cached_numbers * BYTES[self.dtype]
-        return self.native_mtp.num_layers * self.kv_bytes_per_head_token if self.native_mtp else 0
+        layers = self.native_mtp.num_layers if self.native_mtp else 0
+        numbers = self.drafter.cached_numbers if self.drafter else 0
+        return layers * self.kv_bytes_per_head_token + numbers * BYTES[self.dtype]
 
     def as_variant(self, variant: Variant) -> "ModelCard":
         """The card of one of `variants`: the same model in another format."""

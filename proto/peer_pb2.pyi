@@ -2086,7 +2086,7 @@ class StageSpec(_message.Message):
     pooling: _builtins.str
     """of an embedder: "last" | "cls" | "mean"; empty: it answers"""
     drafter: _builtins.str
-    """id of the block drafter that drafts in place of a head; empty: none"""
+    """id of the block drafter that drafts, beside a head if `mtp_hidden` is set; empty: none"""
     drafter_path: _builtins.str
     """its folder; empty: it is not here. As `path`"""
     drafter_bytes: _builtins.int

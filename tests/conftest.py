@@ -118,6 +118,7 @@ SLOW_FILES = {
         "lab/test_coding_tools",
         "processes/test_loop_guard",
         "processes/test_placed_drafters",
+        "shard/engine/test_draft_pairs",
         "processes/test_placed_kv_bits",
         "processes/test_model_list",
         "processes/test_model_copies",

@@ -70,6 +70,7 @@ def force(drafter: Any, texts: Sequence[Sequence[int]], wrong: Callable[[int], b
 
     It takes the positions from its caches, so that it is right only as long as they are.
     """
+    drafter = getattr(drafter, "drafter", drafter)  # of a pair
     longest = max(map(len, texts)) + 32
     table = mx.array([[*text, *[0] * (longest - len(text))] for text in texts])
     is_wrong = mx.array([wrong(i) for i in range(longest)])

@@ -162,6 +162,11 @@ class RoundPolicy:
                 size = min(sizes, key=lambda n: (abs(size_bucket(n) - bucket), -n))
                 self.costs.copy_ratios[bucket, length] = ratios[size, length]
 
+    def change_costs(self, costs: CostTable) -> None:
+        """Continues with what rounds cost with another drafter. Copies cost the same."""
+        costs.copy_ratios = self.costs.copy_ratios
+        self.costs, self._searches = costs, {}
+
     def most_drafts(self, size: int) -> int:
         """Drafts of the head at most in a round of `size` requests."""
         return MAX_ROUND_ROWS if size == 1 else min(self.shared_depth, MAX_ROUND_ROWS // size - 1)

@@ -41,7 +41,7 @@ def build_specs(
 ) -> list[pb.StageSpec]:
     """The specification of each stage, on whichever node. One that takes a stage's place gets the
     same. `settings` and `switch` are those of the generator's node."""
-    stages, mtp, native = plan.stages, card.drafts, None if card.drafter else card.native_mtp
+    stages, mtp, native = plan.stages, card.drafts, card.native_mtp
     drafting = choose_drafting(card, len(stages), HeadState(True), switch, None)
     off = plan.mtp_off_reason or (drafting.reason if drafting.k == 0 else "")
     loaded = loaded_card(card, plan)

@@ -15,8 +15,9 @@ from ...mtp.sampler import Sampler
 from ...mtp.sampling import greedy_choice
 from ...mtp.schedule import rows_at
 from ...mtp.seams import Drafts, as_row, joined_drafts
-from ...mtp.types import Sampling
+from ...mtp.types import DrafterKind, Sampling
 from ..model.block_drafter import BlockDrafter
+from ..model.draft_pair import DraftPair, Head
 from .states.cache_set import CacheSet, Part
 from .states.state import DraftState
 from .states.unread_rows import READ_ROWS, RowBlock, Rows, UnreadRows, joined
@@ -59,6 +60,28 @@ class DraftModel(NamedTuple):
         assert family is not None
         logits = draft_logits(family, head, vocabulary)
         return cls(head, family.embed, logits, head.make_cache)
+
+    @classmethod
+    def each_of(
+        cls, family: Family | None, head: Head | None, vocabulary: int = 0
+    ) -> "dict[DrafterKind, DraftModel]":
+        """Those of which one drafts at a time, over the same rows; the named drafter first."""
+        if isinstance(head, DraftPair):
+            logits, pair = draft_logits(head.family, head.head, vocabulary), head
+
+            def head_logits(output: mx.array) -> mx.array:
+                return logits(pair.of_head(output))
+
+            read, embed, make_cache = pair.read, pair.drafter.embed, pair.make_cache
+            return {
+                "block_drafter": cls(read, embed, pair.drafter.logits, make_cache, pair.block),
+                "native_mtp": cls(read, embed, head_logits, make_cache),
+            }
+        if isinstance(head, BlockDrafter):
+            return {"block_drafter": cls.of(None, head)}
+        if head is None or family is None:
+            return {}
+        return {"native_mtp": cls.of(family, head, vocabulary)}
 
 
 def new_draft(model: DraftModel) -> Draft:

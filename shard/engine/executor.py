@@ -51,7 +51,9 @@ class LocalExecutor:
         need."""
         self._target = target
         self._make_caches = make_caches
-        self._draft_model = draft_model
+        self.draft_model = draft_model
+        """The drafter of new batches. Another one over the same rows may replace it while there is
+        no request."""
         self._clock = clock
         self._prefixes = prefixes or PrefixStore(0, make_caches)
         self.forms = forms or RoundForms()
@@ -154,7 +156,7 @@ class LocalExecutor:
         of the prompt: the first token waits for the target alone.
         """
         draft = state.draft
-        if draft is None or self._draft_model is None:
+        if draft is None or self.draft_model is None:
             return
         assert hidden is not None
         if draft.unread_rows >= max_unread and request.rows < len(request.prompt):
@@ -166,15 +168,15 @@ class LocalExecutor:
 
     def _read_rows(self, request: Request, draft: DraftState) -> None:
         """The head reads all rows of a prompt that it has not read; lazy."""
-        assert self._draft_model is not None
+        assert self.draft_model is not None
         begin, end = draft.rows, draft.rows + draft.unread_rows
         positions, images = self._target.rope_positions, request.images
         if images is None or not images.touches(begin, end + 1):
             positions.set_deltas([0 if images is None else images.delta_at(begin)])
-            read_rows(self._draft_model, draft)
+            read_rows(self.draft_model, draft)
             return
         positions.at(images.places(begin, end))
-        read_rows(self._draft_model, draft, images.embeddings(begin + 1, end + 1))
+        read_rows(self.draft_model, draft, images.embeddings(begin + 1, end + 1))
 
     def _read_images(self, request: Request, draft: DraftState) -> None:
         """The head reads at once where rows or the tokens after them are images': what waits has
@@ -250,7 +252,7 @@ class LocalExecutor:
     def _new_batch(self, joins: dict[Request, State]) -> Batch:
         return Batch(
             self._target,
-            self._draft_model,
+            self.draft_model,
             joins,
             self.policy,
             self._clock,

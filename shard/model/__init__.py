@@ -1,6 +1,7 @@
 """Layers [a, b) of any mlx-lm model: loaded, measured, checked.
 
 block_drafter.py: a block drafter beside its target, by mlx-vlm's layers
+draft_pair.py: a model's own head and a block drafter together
 embedder.py: models as embedders: tensors without a prefix, hidden states, pooling, encoders
 fusing.py: has MLX fuse operations on a CPU: with which compiler, at load or beside answers
 layer_probe.py: seconds of a layer, measured at load

@@ -14,7 +14,6 @@ from mlx_lm.models.cache import CacheList, KVCache
 
 from ...mtp.caches.rollback import RowCache, fixed_kinds, parts_of
 from ...mtp.families.family import Family
-from ...mtp.families.head import DraftHead
 from ...mtp.families.table import family_of
 from ...mtp.families.weights import cast_parameters
 from ...mtp.targets import FamilyTarget, LayerTaps, TappedTarget, WholeTarget
@@ -31,7 +30,7 @@ from ..checkpoint.vision import ADD_DRAFTERS, has_extra
 from ..text.bare_packages import bare_package
 from .open_model import MODEL_FAULTS, headline
 from .stage_limits import StageLimits
-from .stage_model import StageModel, target_of
+from .stage_model import StageModel
 
 _PACKAGE: Final = "mlx_vlm.speculative.drafters.qwen3_dflash"
 
@@ -59,11 +58,26 @@ class BlockDrafter:
         for layer in module.layers:
             layer.self_attn = _CachedAttention(layer.self_attn)
 
-    def target(self, target: FamilyTarget | WholeTarget) -> TappedTarget:
-        """The target as it is decoded with this drafter, whose input its hidden states are."""
+    def target(
+        self, target: FamilyTarget | WholeTarget, *, with_hidden: bool = False
+    ) -> TappedTarget:
+        """The target as it is decoded with this drafter, whose input its hidden states are.
+
+        `with_hidden`: after the target's own.
+        """
         if self._taps is None:
             self._taps = LayerTaps(self._layers)
-        return TappedTarget(target, self._taps, self._join)
+        return TappedTarget(target, self._taps, self._join, with_hidden=with_hidden)
+
+    @property
+    def width(self) -> int:
+        """Numbers of one of its rows."""
+        return self.module.config.hidden_size
+
+    @property
+    def num_caches(self) -> int:
+        """Parts of its cache."""
+        return len(self.module.layers)
 
     def make_cache(self) -> RowCache:
         """The cache of all layers, without rows."""
@@ -96,18 +110,6 @@ class BlockDrafter:
         """The outputs (B, n, H) of the chosen layers, as the drafter's layers read them."""
         joined = mx.concatenate([output.astype(self._dtype) for output in outputs], axis=-1)
         return self.module.hidden_norm(self.module.fc(joined))
-
-
-def targets_of(stage: StageModel, head: Any, *, whole: bool = True) -> tuple[Family | None, Any]:
-    """The family whose hidden states `head` is fed, if any, and the target that gives them.
-
-    `head`: a `DraftHead`, a `BlockDrafter`, which needs no family, or None. `whole`: whether all
-    layers are here.
-    """
-    kind = head.hidden_kind if isinstance(head, DraftHead) else None
-    family = family_of(stage.model, kind) if whole else None
-    target = target_of(stage, family)
-    return (None, head.target(target)) if isinstance(head, BlockDrafter) else (family, target)
 
 
 class _CachedAttention(nn.Module):

@@ -1,5 +1,6 @@
 """Loads a stage by its specification, on the compute thread."""
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from mlx import nn
 
 from ...mtp.caches.rollback import fixed_kinds
 from ...mtp.families.family import Family
-from ...mtp.families.head import HeadSource, HeadUnusable
+from ...mtp.families.head import DraftHead, HeadSource, HeadUnusable
 from ...mtp.families.table import family_of
 from ...mtp.families.weights import load_head
 from ...mtp.placed_rope import place_ropes
@@ -27,6 +28,7 @@ from ..checkpoint.vision import Vision, vision_of
 from ..kernels.install import install
 from ..kernels.trial import KernelChoice
 from .block_drafter import BlockDrafter, load_block_drafter
+from .draft_pair import DraftPair
 from .fusing import prepare_fusing
 from .open_model import (
     backbone_is_raw,
@@ -46,6 +48,7 @@ from .tower import Tower, load_tower, placed_positions
 if TYPE_CHECKING:
     from ..text.codec import TextCodec
 
+log = logging.getLogger(__name__)
 Report = Callable[[pb.LoadProgress], None]
 
 
@@ -65,7 +68,7 @@ class Loaded:
     expected: StageLimits
     codec: "TextCodec | None" = None
     head: Any = None
-    """A `DraftHead` or a `BlockDrafter`, or None."""
+    """A `DraftHead`, a `BlockDrafter` or a `DraftPair`, or None."""
     head_state: str = ""
     tower: Tower | None = None
     """The vision tower, or None for the reason `images`."""
@@ -131,8 +134,9 @@ def _load(spec: pb.StageSpec, report: Report) -> Loaded:
     head, head_state, head_bytes = None, spec.mtp_off_reason, 0
     if generator and spec.native_mtp:
         head, head_state = _load_head(spec, checkpoint, stage, dtype, limits)
-        module = head.module if isinstance(head, BlockDrafter) else head
-        head_bytes = sum(p.nbytes for p in parameters_of(module)) if head is not None else 0
+        parts = head[1:] if isinstance(head, DraftPair) else [head] if head else []
+        modules = [part.module if isinstance(part, BlockDrafter) else part for part in parts]
+        head_bytes = sum(p.nbytes for module in modules for p in parameters_of(module))
     tower, images = None, ""
     if generator:
         tower, images = load_tower(checkpoint, vision, dtype, spec.end_layer)
@@ -182,7 +186,7 @@ def _choose_kernels(
 ) -> tuple[KernelChoice, ...]:
     parts: list[nn.Module] = stage.own_layers
     family = family_of(stage.model) if spec.stage == 0 else None
-    own = (family.output if family else None, head)
+    own = (family.output if family else None, head.head if isinstance(head, DraftPair) else head)
     parts += [part for part in own if isinstance(part, nn.Module)]
     mode = "mlx" if spec.kernels == "mlx" else "auto"
     stored = StoredRows(spec.profile_folder, fingerprint)
@@ -215,29 +219,43 @@ def _load_head(
     dtype: mx.Dtype,
     limits: StageLimits,
 ) -> tuple[Any, str]:
-    """The draft head or the drafter, and "loaded" or the reason why there is none."""
-    if spec.drafter:
-        try:
-            return load_block_drafter(spec, stage, limits, dtype), "loaded"
-        except DrafterUnusable as fault:
-            if spec.drafter_required:
-                raise InvalidCheckpoint(
-                    f"{fault}, or load the model without --drafter", param="drafter"
-                ) from fault
-            return None, str(fault)
+    """The draft head, the drafter or both, and "loaded" or the reason why there is none."""
+    if not spec.drafter:
+        return _load_own_head(spec, checkpoint, stage, dtype)[1:]
+    try:
+        drafter = load_block_drafter(spec, stage, limits, dtype)
+    except DrafterUnusable as fault:
+        if spec.drafter_required:
+            raise InvalidCheckpoint(
+                f"{fault}, or load the model without --drafter", param="drafter"
+            ) from fault
+        return None, str(fault)
+    if not spec.mtp_hidden:
+        return drafter, "loaded"
+    family, head, state = _load_own_head(spec, checkpoint, stage, dtype)
+    if family is None or head is None:
+        log.warning("%s drafts alone: %s", spec.drafter, state)
+        return drafter, "loaded"
+    return DraftPair(family, head, drafter), "loaded"
+
+
+def _load_own_head(
+    spec: pb.StageSpec, checkpoint: Checkpoint, stage: StageModel, dtype: mx.Dtype
+) -> tuple[Family | None, DraftHead | None, str]:
+    """The checkpoint's own head and its family, and "loaded" or the reason why there is none."""
     family = _family(spec, stage)
     if isinstance(family, str):
-        return None, family
+        return None, None, family
     tensors = find_head(checkpoint)
     if isinstance(tensors, HeadMissing):
-        return None, tensors.reason
+        return None, None, tensors.reason
     source = HeadSource(head_arrays(checkpoint, tensors), backbone_is_raw(checkpoint, tensors))
     try:
         head = load_head(family, source, dtype)
     except HeadUnusable as fault:
-        return None, str(fault)
+        return None, None, str(fault)
     place_ropes(head, stage.rope_positions)
-    return head, "loaded"
+    return family, head, "loaded"
 
 
 def _family(spec: pb.StageSpec, stage: StageModel) -> Family | str:

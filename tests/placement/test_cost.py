@@ -197,7 +197,7 @@ def test_a_stage_on_an_unknown_node_is_a_key_error() -> None:
         seconds_per_token(card(), [StageAssignment(NodeId("gone"), 0, 8)], view())
 
 
-def test_a_named_drafter_is_counted_in_place_of_the_head() -> None:
+def test_a_named_drafter_is_counted_beside_the_head() -> None:
     sizes = {"weight_bytes": 500_000, "cached_numbers": 100}
     plain = cards.card(8, native_mtp=MTP)
     drafted = cards.card(8, native_mtp=MTP, drafter={"model": "a/drafter", **sizes})
@@ -205,6 +205,9 @@ def test_a_named_drafter_is_counted_in_place_of_the_head() -> None:
     assert without == stage_bytes(plain, 0, 8, True, 1000)
     over, under = HEADROOM
     need = stage_bytes(drafted, 0, 8, True, 1000, mtp=True)
-    assert need - without == pytest.approx((500_000 + 1000 * 100 * 2) * over / under, abs=1)
-    wide = drafted.computed_in("float32")
-    assert (wide.draft_bytes, wide.draft_bytes_per_token) == (1_000_000, 400)
+    head = stage_bytes(plain, 0, 8, True, 1000, mtp=True)
+    assert need - head == pytest.approx((500_000 + 1000 * 100 * 2) * over / under, abs=1)
+    assert head > without
+    wide, own = drafted.computed_in("float32"), plain.computed_in("float32")
+    assert wide.draft_bytes - own.draft_bytes == 1_000_000
+    assert wide.draft_bytes_per_token - own.draft_bytes_per_token == 400

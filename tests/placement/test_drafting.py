@@ -171,7 +171,7 @@ def test_the_reasons_are_the_planners_and_the_loaders_too() -> None:
 DRAFTED = card(drafter={"model": "a/drafter", "default_k": 2, "max_k": 5}, native_mtp=MTP)
 
 
-def test_a_drafter_that_a_card_names_drafts_in_place_of_the_head() -> None:
+def test_a_drafter_that_a_card_names_sets_the_drafts_of_a_round() -> None:
     drafting = choose_drafting(DRAFTED, 1, HeadState(True), EnabledState(True), None, adaptive=True)
     assert drafting == Drafting("block_drafter", 5, "the model's default", True, 2)
     with pytest.raises(InvalidRequest, match="at most 5"):

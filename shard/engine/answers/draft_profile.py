@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -173,6 +173,11 @@ class DraftProfile:
         profile.copies = stored.copies
         profile.shared_copies = stored.shared_copies
         return profile
+
+    def of(self, drafter: str) -> "DraftProfile":
+        """The profile of another drafter of the same model."""
+        key = replace(self.key, checkpoint=f"{self.key.checkpoint}, {drafter}")
+        return DraftProfile.open(str(self.path.parent) if self.path else "", key, self.clock)
 
     def save(self, *, at_once: bool = False) -> None:
         """Writes the file, at most every SAVE_EVERY_S seconds unless `at_once`.

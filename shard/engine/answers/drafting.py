@@ -6,13 +6,13 @@ from typing import Final
 
 from ....mtp.drafting.acceptance import Acceptance
 from ....mtp.drafting.costs import CostTable
+from ....mtp.drafting.drafter_comparison import DrafterComparison
 from ....mtp.drafting.round_policy import DraftDemand, RoundPolicy
 from ....mtp.families.family import Family
-from ....mtp.families.head import DraftHead
 from ....mtp.types import DrafterKind
 from ....placement.errors import InvalidRequest
 from ....proto.fields import changed
-from ...model.block_drafter import BlockDrafter
+from ...model.draft_pair import Head
 from ...model.tensors import parked_reason
 from ..drafter import DraftModel
 from ..measuring import NOT_MEASURED
@@ -31,7 +31,7 @@ class DraftControl:
 
     def __init__(
         self,
-        head: DraftHead | BlockDrafter | None,
+        head: Head | None,
         family: Family | None,
         vocabulary: int,
         options: EngineOptions,
@@ -39,15 +39,17 @@ class DraftControl:
         policy: RoundPolicy,
     ) -> None:
         """`family` is None if the model gives no hidden states, or is split over stages."""
-        self._head = head
-        self.kind: DrafterKind = "block_drafter" if isinstance(head, BlockDrafter) else "native_mtp"
-        """What drafts where a request drafts by more than copies."""
-        self._family = family
-        self._profile = profile
-        self._policy = policy
         # A card may name more ids than this checkpoint has: then all ids may be drafted.
         drafted = options.draft_vocabulary
-        self._vocabulary = drafted if drafted < vocabulary else 0
+        self.models = DraftModel.each_of(family, head, drafted if drafted < vocabulary else 0)
+        """What may draft, of which one does at a time."""
+        kinds: list[DrafterKind] = [*self.models] or ["native_mtp"]
+        self.comparison = DrafterComparison(kinds[0])
+        self.profiles: dict[DrafterKind, DraftProfile] = {
+            kind: profile if kind == kinds[0] else profile.of(kind) for kind in kinds
+        }
+        """Costs and acceptance by what drafts."""
+        self._policy = policy
         self.max_k = options.max_draft_tokens if head is not None else 0
         self.depth = self.max_k
         """The most drafts of a round: `max_k`, unless fewer are exact here."""
@@ -65,7 +67,7 @@ class DraftControl:
     @property
     def refusal(self) -> str:
         """Why no request that begins now drafts; empty if some may."""
-        lacks_costs = self.is_near_tie and len(self._profile.costs.probed) <= self.max_k
+        lacks_costs = self.is_near_tie and len(self.profile.costs.probed) <= self.max_k
         return self.off_reason or self.parked_reason or (NOT_MEASURED if lacks_costs else "")
 
     def limit(self, depth: int, part: str) -> None:
@@ -124,27 +126,53 @@ class DraftControl:
         if not drafting.adaptive_draft or k == 0:
             source = drafting.initial_draft_source or "as requested"
             return DraftDemand(k, source, limit_reason=limit_reason)
-        costs, own = self._profile.costs, None
+        costs, own = self.profile.costs, None
         if self.is_near_tie:
             own = RoundPolicy(CostTable(costs.probed), follows_clock=False)
         return DraftDemand(
             k,
             drafting.initial_draft_source or "the most that the request allows",
-            Acceptance(k, self._profile.prior, is_own=self.is_near_tie),
+            Acceptance(k, self.profile.prior, is_own=self.is_near_tie),
             min(drafting.initial_draft_tokens or k, k),
             own,
             limit_reason=limit_reason,
         )
 
     @property
+    def kind(self) -> DrafterKind:
+        """What drafts now where a request drafts by more than copies."""
+        return self.comparison.kind
+
+    @property
+    def profile(self) -> DraftProfile:
+        """The costs and the acceptance of what drafts now."""
+        return self.profiles[self.kind]
+
+    @property
     def speedup(self) -> float:
         """See `RoundPolicy`: of all answers so far."""
-        acceptance = Acceptance(self.depth, self._profile.prior)
-        return self._policy.speedup(DraftDemand(self.depth, acceptance=acceptance))
+        return self._speedup(self._policy, self.profile)
 
+    @property
     def model(self) -> DraftModel | None:
-        """The head with the parts that it shares with the target; None without a head."""
-        is_head = not isinstance(self._head, BlockDrafter)
-        if self._head is None or (is_head and self._family is None):
-            return None
-        return DraftModel.of(self._family, self._head, self._vocabulary)
+        """What drafts now, with the parts that it shares with the target; None without a head."""
+        return self.models.get(self.kind)
+
+    def choose_drafter(self) -> None:
+        """Chooses what drafts from now on, by its expected speed; no answer is in progress.
+
+        Where drafts may decide near ties the first one drafts: there neither the clock nor other
+        answers may change an answer.
+        """
+        if len(self.models) < 2 or self.is_near_tie or self.refusal:
+            return
+        before, speeds = self.kind, dict[DrafterKind, float]()
+        for kind, each in self.profiles.items():
+            speeds[kind] = self._speedup(RoundPolicy(each.costs), each)
+        self.comparison.choose(speeds)
+        if self.kind != before:
+            self._policy.change_costs(self.profile.costs)
+
+    def _speedup(self, policy: RoundPolicy, profile: DraftProfile) -> float:
+        acceptance = Acceptance(self.depth, profile.prior)
+        return policy.speedup(DraftDemand(self.depth, acceptance=acceptance))

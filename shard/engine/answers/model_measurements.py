@@ -6,6 +6,7 @@ that a measurement which ends meanwhile changes none of its tokens.
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -82,7 +83,7 @@ class ModelMeasurements:
 
         self._clock = clock
         self._measuring: Measuring | None = None
-        model = drafting.model()
+        model = drafting.model
         make_drafter = None if model is None else partial(new_draft, model)
         context = options.context_length
         self.subject = Subject(
@@ -181,11 +182,14 @@ class ModelMeasurements:
         if not k or self._drafting.off_reason:
             return
         try:
-            yield from repeated(lambda: probe_costs(self.subject, k, self.profile))
+            for kind, model in self._drafting.models.items():
+                subject = replace(self.subject, make_drafter=partial(new_draft, model))
+                profile = self._drafting.profiles[kind]
+                yield from repeated(partial(probe_costs, subject, k, profile))
+                profile.save(at_once=True)
         except MODEL_FAULTS as fault:  # only the probe's own state is lost
             self._drafting.off_reason = f"this model's head cannot draft here ({headline(fault)})"
             log.warning("%s: nothing is drafted", self._drafting.off_reason)
-        self.profile.save(at_once=True)
 
     def _measure_batches(self) -> Pieces[None]:
         if self.batching_reason != NOT_MEASURED:

@@ -19,7 +19,7 @@ from ....proto import peer_pb2 as pb
 from ...checkpoint.prefix_files import ReceivedPrefix
 from ...kernels import own_keys, row_groups
 from ...kernels.install import used
-from ...model.block_drafter import targets_of
+from ...model.draft_pair import targets_of
 from ...model.load import Loaded
 from ...model.tower import embedding_of
 from ...pipeline.link import StageLink
@@ -155,7 +155,7 @@ class TextEngine:
         return LocalExecutor(
             self._target,
             self._stage.make_caches,
-            self.drafting.model(),
+            self.drafting.model,
             clock,
             prefixes=prefixes,
             policy=self.lookup.policy,
@@ -204,6 +204,9 @@ class TextEngine:
         `deliver` gets its events, and `on_end` None after its `AnswerEnd`, or the error.
         """
         self._check_name(parameters)
+        if not self._engine.keys and isinstance(self._executor, LocalExecutor):
+            self.drafting.choose_drafter()
+            self._executor.draft_model = self.drafting.model
         parameters = self.drafting.grant(parameters)
         self._answer_reads.begin(parameters)
         self._engine.cancel_reads()
@@ -363,7 +366,7 @@ class TextEngine:
         )
         stats = answer.stats.finish(stats)
         if parameters.drafting.adaptive_draft:
-            measured.profile.save()
+            self.drafting.profile.save()
         identity = measured.identity if parameters.k else "off"
         if identity == "off" and request.drafts.lookup is not None:
             identity = "bitwise"  # else its lengths would not be used
@@ -408,7 +411,8 @@ class TextEngine:
 
     def _note_depth(self, request: Request) -> str:
         assert isinstance(self._executor, LocalExecutor), "a stage of a split model drafts nothing"
-        self.drafting.depth_reason = self._executor.depth_reason(request)
+        reasons = self.drafting.comparison.reason, self._executor.depth_reason(request)
+        self.drafting.depth_reason = "; ".join(filter(None, reasons))
         return self.drafting.depth_reason
 
     def _public_fault(self, parameters: Parameters, fault: Exception) -> Exception:

@@ -16,7 +16,7 @@ from ....mtp.types import Round, Sampling
 from ...engine.drafter import DraftModel
 from ...engine.round_forms import COUNTS_ON_DEVICE
 from ...kernels.install import used
-from ...model.block_drafter import targets_of
+from ...model.draft_pair import targets_of
 from ...model.load import Loaded
 from ..bare_engine import bare_engine, bare_request, rounds_of
 
@@ -88,7 +88,7 @@ def subject_of(loaded: Loaded, dtype: mx.Dtype, chunk: int, max_k: int) -> Model
     family, target = targets_of(stage, head)
     model = None
     if head is not None and max_k:
-        model = DraftModel.of(family, head)
+        model = next(iter(DraftModel.each_of(family, head).values()))
     return ModelUnderTest(
         target=target,
         make_caches=stage.make_caches,

@@ -19,6 +19,7 @@ from exo_node.shard.checkpoint.checkpoint import read_checkpoint
 from exo_node.shard.checkpoint.drafters import DrafterUnusable, read_drafter
 from exo_node.shard.model import block_drafter
 from exo_node.shard.model.block_drafter import BlockDrafter
+from exo_node.shard.model.draft_pair import DraftPair
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.model.stage_model import target_of
 
@@ -115,11 +116,15 @@ def test_hidden_states_are_those_of_every_row_whatever_logits_are_wanted(
     assert same.hidden is None and mx.array_equal(out.logits, same.logits)
 
 
-def test_a_family_with_a_head_of_its_own_drafts_by_a_drafter_too(tmp_path: Path) -> None:
+def test_a_head_of_the_models_own_is_loaded_beside_a_drafter(tmp_path: Path) -> None:
     hybrid = make_checkpoint(tmp_path / "t", "qwen3_5", dtype="float32", vocab=VOCABULARY)
-    it = loaded(hybrid, make_drafter(tmp_path / "drafter", drafter_config(VOCABULARY)))
-    assert isinstance(it.head, BlockDrafter)
-    assert it.head_bytes == sum(tensor.nbytes for tensor in weights(tmp_path / "drafter").values())
+    drafter = make_drafter(tmp_path / "drafter", drafter_config(VOCABULARY))
+    both, alone = loaded(hybrid, drafter), loaded(hybrid, drafter, mtp_hidden="")
+    assert isinstance(both.head, DraftPair) and isinstance(alone.head, BlockDrafter)
+    assert both.head_state == alone.head_state == "loaded"
+    assert alone.head_bytes == sum(tensor.nbytes for tensor in weights(drafter).values())
+    own = load_quietly(spec(hybrid, 0, 4, num_layers=4, native_mtp=True))
+    assert both.head_bytes == alone.head_bytes + own.head_bytes
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_answers_together_continue_without_a_head_that_broke(runs_ahead: bool) -
 
 def broken_head() -> TextEngine:
     engine = small_engine()
-    head: Any = engine.drafting._head  # pyright: ignore[reportPrivateUsage]
+    head: Any = engine.drafting.models["native_mtp"].head
     weight = head.eh_proj.weight
     weight[0, 0] = float("nan")
     head.eh_proj.weight = weight
@@ -156,7 +156,7 @@ def fails(engine: TextEngine, **changes: Any) -> NumericError:
 @pytest.mark.parametrize("k", [0, 2])
 def test_a_broken_model_ends_its_answer_with_stage_position_and_dtype(k: int) -> None:
     engine = small_engine()
-    poisoned(engine.drafting._family._body.norm)  # pyright: ignore
+    poisoned(engine._target._family._body.norm)  # pyright: ignore
     fault = fails(engine, k=k)
     assert fault.code == "numeric_error"
     assert f"stage 0 gave logits that are not finite for the token at position {len(IDS)}, " in (

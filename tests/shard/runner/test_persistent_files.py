@@ -12,6 +12,8 @@ import pytest
 from mlx_lm.models.cache import KVCache
 from small import small_checkpoint
 
+from exo_node.mtp.families.family import Family
+from exo_node.mtp.families.head import DraftHead
 from exo_node.placement.reading import may_read
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.prefixes.disk import MIN_ROWS
@@ -20,6 +22,7 @@ from exo_node.shard.engine.prefixes.prompt_path import PromptPath
 from exo_node.shard.engine.states.state import State
 from exo_node.shard.kernels.trial import KernelChoice
 from exo_node.shard.model.block_drafter import BlockDrafter
+from exo_node.shard.model.draft_pair import DraftPair
 from exo_node.shard.runner import persistent_files
 from exo_node.shard.runner.persistent_files import (
     prefix_disk_of,
@@ -88,6 +91,8 @@ def test_states_with_the_rows_of_a_drafter_are_its_own(load: Load) -> None:
     drafter = object.__new__(BlockDrafter)
     drafter.fingerprint = "one"
     assert not load.finds(head=drafter)
+    pair = DraftPair(object.__new__(Family), DraftHead.__new__(DraftHead), drafter)
+    assert not load.finds(head=pair) and pair.fingerprint != drafter.fingerprint
 
 
 def test_weights_that_were_replaced_find_no_prefix(load: Load) -> None:
