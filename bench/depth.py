@@ -58,9 +58,14 @@ class ForcedDrafter(Drafter):
     draw = random.Random(0)
 
     def draft(
-        self, k: int, limits: Sequence[int], samplers: Sequence[Sampler], positions: Sequence[int]
+        self,
+        k: int,
+        limits: Sequence[int],
+        samplers: Sequence[Sampler],
+        positions: Sequence[int],
+        last: mx.array | None = None,
     ) -> RowDrafts:
-        drafts = super().draft(k, limits, samplers, positions)
+        drafts = super().draft(k, limits, samplers, positions, last)
         kind = type(self)
         if not kind.acceptance:
             return drafts

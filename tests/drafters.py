@@ -13,6 +13,7 @@ from exo_node.shard.text.bare_packages import bare_package
 LAYER_IDS = [0, 2, 3]
 BLOCK = 8
 MASK = 5
+_LAYOUTS = ("qwen3_dflash", "dflash2")
 
 
 def drafter_config(vocab: int, hidden: int = 64, layers: int = 4, **changes: Any) -> dict[str, Any]:
@@ -37,13 +38,21 @@ def drafter_config(vocab: int, hidden: int = 64, layers: int = 4, **changes: Any
     }
 
 
+def second_config(vocab: int, **changes: Any) -> dict[str, Any]:
+    """config.json of a drafter in the second layout, whose drafts follow each other."""
+    sizes = {"conv_kernel_size": 3, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 6}
+    scales = {"input_embedding_scale": 0.5, "output_multiplier": 2.0}
+    config = drafter_config(vocab, architectures=["DFlash2DraftModel"], **changes)
+    return {**config, "dflash_config": {**config["dflash_config"], **sizes, **scales}}
+
+
 def make_drafter(folder: Path, config: dict[str, Any], *, seed: int = 3) -> Path:
     """A drafter's checkpoint of random numbers."""
     module = stock_module(config)
     mx.random.seed(seed)
     stored: Any = tree_flatten(module.parameters())
     weights = {
-        name: mx.random.normal(value.shape) / max(1, value.shape[-1]) ** 0.5
+        _published(name): mx.random.normal(value.shape) / max(1, value.shape[-1]) ** 0.5
         if value.ndim > 1
         else 1 + 0.1 * mx.random.normal(value.shape)
         for name, value in stored
@@ -54,10 +63,19 @@ def make_drafter(folder: Path, config: dict[str, Any], *, seed: int = 3) -> Path
     return folder
 
 
+def _published(name: str) -> str:
+    return name.removesuffix(".weight") if name.endswith("codebook.weight") else name
+
+
 def stock_module(config: dict[str, Any]) -> Any:
     """mlx-vlm's own model, as this project does not change it."""
-    for package in ("mlx_vlm.models", "mlx_vlm.speculative.drafters.qwen3_dflash"):
+    for package in ("mlx_vlm.models", *(f"mlx_vlm.speculative.drafters.{d}" for d in _LAYOUTS)):
         bare_package(package)
+    if config["architectures"] == ["DFlash2DraftModel"]:
+        from mlx_vlm.speculative.drafters.dflash2.config import DFlash2Config
+        from mlx_vlm.speculative.drafters.dflash2.dflash2 import DFlash2DraftModel
+
+        return DFlash2DraftModel(DFlash2Config.from_dict(config))
     from mlx_vlm.speculative.drafters.qwen3_dflash.config import DFlashConfig
     from mlx_vlm.speculative.drafters.qwen3_dflash.dflash import DFlashDraftModel
 

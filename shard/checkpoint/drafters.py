@@ -9,7 +9,9 @@ from ...placement.config import hidden_size, vocabulary_size
 from ...placement.errors import ExoNodeError
 from .checkpoint import Checkpoint
 
-_ARCHITECTURE: Final = "DFlashDraftModel"
+SECOND: Final = "DFlash2DraftModel"
+"""The layout whose drafts follow each other: a draft's logits depend on the one before it."""
+_ARCHITECTURES: Final = ("DFlashDraftModel", SECOND)
 _MAX_SIZE: Final = 1 << 20
 _MAX_LAYERS: Final = 64
 _REMEDY: Final = "name the drafter of this model, in its card (drafter.model) or by --drafter"
@@ -106,15 +108,15 @@ def read_drafter(checkpoint: Checkpoint, name: str) -> DrafterFacts:
     """The facts of a drafter. Raises DrafterUnusable."""
     config = checkpoint.config
     kinds = _architectures(config)
-    if kinds != [_ARCHITECTURE]:
+    if len(kinds) != 1 or kinds[0] not in _ARCHITECTURES:
         kind = ", ".join(kinds)[:100] or "no architecture"
         raise DrafterUnusable(
             f"{name} is no block drafter that is implemented here ({kind}); name a checkpoint "
-            f"whose config.json has {_ARCHITECTURE}"
+            f"whose config.json has {' or '.join(_ARCHITECTURES)}"
         )
     own: Any = config.get("dflash_config")
     merged: dict[str, Any] = {**config, **(own if isinstance(own, dict) else {})}
-    if merged.get("causal") or merged.get("dflash_query_causal"):
+    if any(merged.get(name) for name in ("causal", "is_causal", "dflash_query_causal")):
         raise DrafterUnusable(
             f"the block drafter {name} masks its block, which is not implemented; name another one"
         )
@@ -149,6 +151,11 @@ def read_drafter(checkpoint: Checkpoint, name: str) -> DrafterFacts:
 def _size(value: Any, least: int = 1) -> int:
     """A size in config.json, or -1 for what is none."""
     return value if type(value) is int and least <= value < _MAX_SIZE else -1
+
+
+def is_second(config: Mapping[str, Any]) -> bool:
+    """Whether a drafter's config.json is of the SECOND layout."""
+    return SECOND in _architectures(config)
 
 
 def _architectures(config: Mapping[str, Any]) -> list[str]:

@@ -274,7 +274,7 @@ class Batch:
         assert self.drafter is not None
         samplers = [request.sampler for request in self.requests]
         limits, positions = plan.head_limits(self.requests), [start + 1 for start in starts]
-        drafts = self.drafter.draft(plan.head, limits, samplers, positions)
+        drafts = self.drafter.draft(plan.head, limits, samplers, positions, self._tokens)
         overlap = all(request.drafts.overlap for request in self.requests)
         (mx.async_eval if overlap else mx.eval)(drafts.tokens)
         return drafts

@@ -48,6 +48,9 @@ class DraftModel(NamedTuple):
     block: Callable[[mx.array, int, Any], mx.array] | None = None
     """What drafts in place of more rows of the head: its output (B, 1, H) at the last row, k, and
     its cache, which stays as it is -> (B, k, H). None for a head that drafts row by row."""
+    follow: Callable[[mx.array, mx.array, mx.array], mx.array] | None = None
+    """The logits of a draft after another one: its output (B, 1, H), its own logits (B, V), and the
+    ids (B,) before it -> (B, V). None if only the output decides."""
 
     @classmethod
     def of(
@@ -56,7 +59,8 @@ class DraftModel(NamedTuple):
         """`vocabulary`: the number of ids that are drafted, or 0 for all. A `BlockDrafter` drafts
         all, and needs no family."""
         if isinstance(head, BlockDrafter):
-            return cls(head.read, head.embed, head.logits, head.make_cache, head.block)
+            parts = head.read, head.embed, head.logits, head.make_cache, head.block
+            return cls(*parts, head.follow)
         assert family is not None
         logits = draft_logits(family, head, vocabulary)
         return cls(head, family.embed, logits, head.make_cache)
@@ -72,11 +76,10 @@ class DraftModel(NamedTuple):
             def head_logits(output: mx.array) -> mx.array:
                 return logits(pair.of_head(output))
 
-            read, embed, make_cache = pair.read, pair.drafter.embed, pair.make_cache
-            return {
-                "block_drafter": cls(read, embed, pair.drafter.logits, make_cache, pair.block),
-                "native_mtp": cls(read, embed, head_logits, make_cache),
-            }
+            shared: dict[str, Any] = {"head": pair.read, "make_cache": pair.make_cache}
+            drafter = cls.of(None, pair.drafter)._replace(block=pair.block, **shared)
+            own = cls(embed=pair.drafter.embed, logits=head_logits, **shared)
+            return {"block_drafter": drafter, "native_mtp": own}
         if isinstance(head, BlockDrafter):
             return {"block_drafter": cls.of(None, head)}
         if head is None or family is None:
@@ -95,7 +98,7 @@ def new_draft(model: DraftModel) -> Draft:
             drafter = Drafter(model, [DraftState(unread=[(hidden, token[None])])])
         else:
             drafter.observe(hidden, token[None], [1])
-        return drafter.draft(k, [k], [greedy], [1]).tokens
+        return drafter.draft(k, [k], [greedy], [1], token).tokens
 
     return draft
 
@@ -153,12 +156,21 @@ class Drafter:
         self._unread.add(last)
 
     def draft(
-        self, k: int, limits: Sequence[int], samplers: Sequence[Sampler], positions: Sequence[int]
+        self,
+        k: int,
+        limits: Sequence[int],
+        samplers: Sequence[Sampler],
+        positions: Sequence[int],
+        last: mx.array | None = None,
     ) -> RowDrafts:
         """Drafts `k` tokens for each request, the first at `positions[b]`; lazy.
 
-        Request b uses the first `limits[b]` of them.
+        Request b uses the first `limits[b]` of them. `last` (B,): the ids before them, by default
+        those of the rows that the head has not read.
         """
+        follow = self._model.follow
+        if follow is not None and last is None:
+            last = mx.concatenate([rows[-1][1][0, -1:] for rows in self._unread.of_each()])
         hidden = self._read_all()
         assert hidden is not None, "a draft needs a row that the head has not read"
         block = self._model.block
@@ -173,6 +185,8 @@ class Drafter:
                 hidden = self._model.head(hidden, embedding, self._set.caches[0])
                 self._set.positions.advance([1] * len(limits))
             logits = self._model.logits(hidden)[:, 0]
+            if follow is not None and last is not None:
+                logits = follow(hidden, logits, steps[-1] if depth else last)
             drawn = {
                 row: sampler.draft(logits[row : row + 1], positions[row] + depth, before[row])
                 for row, sampler in enumerate(samplers)

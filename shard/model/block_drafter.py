@@ -4,7 +4,7 @@ Its layers attend to the target's rows, of which some inner layers' outputs are 
 block of the last token and K masks. The target's embeddings and lm_head serve it too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -23,6 +23,7 @@ from ..checkpoint.drafters import (
     DrafterUnusable,
     absent_drafter,
     is_own,
+    is_second,
     read_drafter,
     reading_drafter,
 )
@@ -32,7 +33,13 @@ from .open_model import MODEL_FAULTS, headline
 from .stage_limits import StageLimits
 from .stage_model import StageModel
 
-_PACKAGE: Final = "mlx_vlm.speculative.drafters.qwen3_dflash"
+_PACKAGES: Final = (
+    "mlx_vlm.models",
+    "mlx_vlm.speculative.drafters.qwen3_dflash",
+    "mlx_vlm.speculative.drafters.dflash2",
+)
+_OTHERS: Final = 1e4
+"""The distance of logits that a selector does not rank below those that it does."""
 
 
 class BlockDrafter:
@@ -96,15 +103,31 @@ class BlockDrafter:
         token. The cache stays as it is."""
         masks = mx.full((first.shape[0], k), self.module.config.mask_token_id, mx.int32)
         x = mx.concatenate([first, self.embed(masks).astype(first.dtype)], axis=1)
-        x = x.astype(self._dtype)
+        x = x.astype(self._dtype) * getattr(self.module.config, "input_embedding_scale", 1.0)
         for layer, part in zip(self.module.layers, parts_of(cache), strict=True):
             x = layer(x, None, self.module.rope, part)
         return self.module.norm(x)[:, 1:]
 
     def logits(self, output: mx.array) -> mx.array:
         """(B, n, H) of `block` -> (B, n, V)."""
-        logits, cap = self._lm_head(output), self.module.config.final_logit_softcapping
+        config = self.module.config
+        logits, cap = self._lm_head(output), config.final_logit_softcapping
+        logits = logits * getattr(config, "output_multiplier", 1.0)
         return logits if cap is None else mx.tanh(logits / cap) * cap
+
+    @property
+    def follow(self) -> Callable[[mx.array, mx.array, mx.array], mx.array] | None:
+        """See `DraftModel`; None for drafts that do not depend on each other."""
+        return self._select if "candidate_selector" in self.module else None
+
+    def _select(self, output: mx.array, logits: mx.array, before: mx.array) -> mx.array:
+        """Ranks the best few ids by the ids `before` as well. Others stay, far below."""
+        selector = self.module.candidate_selector
+        best = mx.argpartition(logits, -selector.top_k, axis=-1)[:, -selector.top_k :]
+        by_pair = selector.predecessor_codebook(before)[:, None]
+        by_pair = by_pair * selector.hidden_projection(output) * selector.successor_codebook(best)
+        scores = mx.take_along_axis(logits, best, axis=-1) + by_pair.sum(axis=-1)
+        return mx.put_along_axis(logits - _OTHERS, best, scores.astype(logits.dtype), axis=-1)
 
     def _join(self, outputs: Sequence[mx.array]) -> mx.array:
         """The outputs (B, n, H) of the chosen layers, as the drafter's layers read them."""
@@ -209,16 +232,22 @@ def load_block_drafter(
 
 def _module(config: Mapping[str, Any], folder: Path) -> Any:
     """mlx-vlm's model with its weights, which are lazy."""
-    for package in ("mlx_vlm.models", _PACKAGE):
+    for package in _PACKAGES:
         bare_package(package)
-    from mlx_vlm.speculative.drafters.qwen3_dflash.config import DFlashConfig
-    from mlx_vlm.speculative.drafters.qwen3_dflash.dflash import DFlashDraftModel
+    module: Any
+    if is_second(config):
+        from mlx_vlm.speculative.drafters.dflash2.config import DFlash2Config
+        from mlx_vlm.speculative.drafters.dflash2.dflash2 import DFlash2DraftModel
 
-    module: Any = DFlashDraftModel(DFlashConfig.from_dict(dict(config)))
+        module = DFlash2DraftModel(DFlash2Config.from_dict(dict(config)))
+    else:
+        from mlx_vlm.speculative.drafters.qwen3_dflash.config import DFlashConfig
+        from mlx_vlm.speculative.drafters.qwen3_dflash.dflash import DFlashDraftModel
+
+        module = DFlashDraftModel(DFlashConfig.from_dict(dict(config)))
     files = sorted(folder.glob("model*.safetensors"))
     stored = {k: v for f in files for k, v in cast("dict[str, Any]", mx.load(str(f))).items()}
-    own = (name for name in stored if is_own(name))
-    weights = {name.removeprefix("model."): stored[name] for name in own}
+    weights = module.sanitize({name: stored[name] for name in stored if is_own(name)})
     packed = {name.removesuffix(".scales") for name in weights if name.endswith(".scales")}
     if packed:
         form: Any = config.get("quantization") or {}

@@ -25,7 +25,7 @@ def watched_heads() -> Generator[list[tuple[int, int]]]:
 
     def noting(self: Drafter, k: int, *rest: Any) -> RowDrafts:
         drafts = draft(self, k, *rest)
-        *_, (position,) = rest
+        _limits, _samplers, (position,), *_ = rest
         rows.append((self._set.caches[0].offset, position - 1))  # pyright: ignore[reportPrivateUsage]
         return drafts
 

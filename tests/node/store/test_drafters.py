@@ -70,7 +70,7 @@ def test_sizes_in_a_card_hold_where_the_drafter_is_not(models: Path) -> None:
     [
         ({"vocab_size": 4095}, "a vocabulary of 4095 ids, and this one has 4096"),
         ({"block_size": 4}, "drafts at most 3 tokens a round"),
-        ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
+        ({"architectures": ["DSparkDraftModel"]}, "DSparkDraftModel"),
         ({"dflash_config": 5}, "lacks sizes"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from drafters import drafter_config, force, make_drafter
+from drafters import drafter_config, force, make_drafter, second_config
 from engines import Answer, answer, engine_of, load_quietly, request, spec
 from models import make_checkpoint
 from readers import GREEDY, PROMPTS, SEEDED, Reader, both_ways, together
@@ -21,6 +21,7 @@ from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.reading.link import LayerRange
 from exo_node.shard.engine.request import Parameters
+from exo_node.shard.model.block_drafter import BlockDrafter
 from exo_node.shard.model.load import Loaded
 from exo_node.shard.text.image_rows import PreparedImage
 
@@ -39,6 +40,11 @@ def folder(family: Any) -> Path:
 @functools.cache
 def drafter_folder() -> Path:
     return make_drafter(Path(_KEPT.name) / "drafter", drafter_config(4096))
+
+
+@functools.cache
+def second_folder() -> Path:
+    return make_drafter(Path(_KEPT.name) / "second", second_config(4096))
 
 
 def spec_of(family: str, **changes: Any) -> pb.StageSpec:
@@ -118,6 +124,46 @@ def test_rejected_drafts_leave_no_trace_in_either_cache(family: str, *, ahead: b
     assert got.ids == plain(family, tuple(PROMPT)).ids
     rounds = [r for r in got.rounds[1:-1] if r.drafted == 7]
     assert rounds and all(r.accepted == 4 for r in rounds[1:])
+
+
+@both_ways
+def test_drafts_that_follow_each_other_change_no_answer_alone_or_together(*, ahead: bool) -> None:
+    changes = {"drafter_path": str(second_folder())}
+    it = load_quietly(spec_of("qwen3", **changes))
+    assert it.head.follow is not None
+    served = engine(it, ahead=ahead, **changes)
+    for sampling in (*SAMPLINGS, Sampling(temperature=1.0)):
+        for k in (1, 4, 7):
+            got = answer(served, asked(k, sampling=sampling))
+            assert got.stats.proposed_draft_tokens > 0
+            if sampling in SAMPLINGS:
+                assert got.ids == plain("qwen3", tuple(PROMPT), sampling).ids
+    biased = Sampling(logit_bias=tuple((token, -100.0) for token in range(2048)))
+    assert (
+        answer(served, asked(4, sampling=biased)).ids == plain("qwen3", tuple(PROMPT), biased).ids
+    ), "most of what a selector ranks is barred"
+    prompts = [PROMPTS[i] for i in range(3)]
+    readers = [Reader(asked(3, prompt), begins=2 * i) for i, prompt in enumerate(prompts)]
+    together(served, readers)
+    for reader, prompt in zip(readers, prompts, strict=True):
+        assert tuple(reader.ids) == plain("qwen3", tuple(prompt)).ids
+
+
+@both_ways
+def test_a_block_follows_the_last_token(monkeypatch: pytest.MonkeyPatch, *, ahead: bool) -> None:
+    before, select = list[int](), BlockDrafter._select  # pyright: ignore[reportPrivateUsage]
+
+    def noting(it: BlockDrafter, output: mx.array, logits: mx.array, ids: mx.array) -> mx.array:
+        before.append(int(ids.item()))
+        return select(it, output, logits, ids)
+
+    monkeypatch.setattr(BlockDrafter, "_select", noting)
+    changes = {"drafter_path": str(second_folder())}
+    served = engine(load_quietly(spec_of("qwen3", **changes)), ahead=ahead, **changes)
+    rounds = answer(served, asked(1)).rounds
+    last = [each.tokens[-1] for each in rounds if each.tokens]
+    count = min(len(before), len(last)) - 1
+    assert count > TOKENS // 3 and before[:count] == last[:count]
 
 
 def test_adaptive_k_ends_where_drafts_are_never_accepted() -> None:

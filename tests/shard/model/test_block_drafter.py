@@ -9,14 +9,18 @@ from typing import Any, cast
 
 import mlx.core as mx
 import pytest
-from drafters import LAYER_IDS, drafter_config, make_drafter, stock_module
+from drafters import LAYER_IDS, drafter_config, make_drafter, second_config, stock_module
 from engines import load_quietly, spec
 from models import make_checkpoint
 
+from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import as_row
+from exo_node.mtp.types import Sampling
 from exo_node.placement.errors import InvalidCheckpoint
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
 from exo_node.shard.checkpoint.drafters import DrafterUnusable, read_drafter
+from exo_node.shard.engine.drafter import Drafter, DraftModel
+from exo_node.shard.engine.states.state import DraftState
 from exo_node.shard.model import block_drafter
 from exo_node.shard.model.block_drafter import BlockDrafter
 from exo_node.shard.model.draft_pair import DraftPair
@@ -101,6 +105,64 @@ def test_drafts_are_those_of_mlx_vlms_own_forward(
         assert mx.abs(own - expected).max() < 1e-4 * mx.abs(expected).max()
 
 
+def test_drafts_of_the_second_layout_follow_each_other_as_in_mlx_vlms_own_forward(
+    target: Path, tmp_path: Path
+) -> None:
+    config = second_config(VOCABULARY)
+    folder = make_drafter(tmp_path / "drafter", config)
+    it = loaded(target, folder)
+    assert it.head_state == "loaded", it.head_state
+    outputs = layer_outputs(it, PROMPT)
+    stock = stock_module(config)
+    stock.load_weights([*stock.sanitize(weights(folder)).items()])
+    stock.validate_target_compatibility = id  # it wants one of mlx-vlm's own classes
+    stock.bind(it.model.model)
+    target_model, model = it.head.target(target_of(it.model, None)), DraftModel.of(None, it.head)
+    assert model.follow is not None and model.block is not None
+    scores = list[mx.array]()
+
+    class Proposals:
+        def sample_proposal(self, row: mx.array) -> mx.array:
+            scores.append(row)
+            return mx.argmax(row, axis=-1)
+
+    changed = 0
+    for rows in (24, 33, 39):
+        scores.clear()
+        cache = stock.make_cache()
+        args = PROMPT[rows], outputs[:, :rows], cache, K + 1, Proposals()
+        expected = stock.draft_block(*args)[0].tolist()
+        hidden = target_model.forward(
+            as_row(PROMPT[:rows]), it.model.make_caches(), want="all"
+        ).hidden
+        assert hidden is not None
+        state = DraftState()
+        state.observe(hidden, as_row(PROMPT[1 : rows + 1]))
+        drafter, greedy = Drafter(model, [state]), greedy_sampler()
+        assert drafter.draft(K, [K], [greedy], [rows]).tokens[0].tolist() == expected
+        own = model.block(*block_inputs(model, hidden, rows))
+        logits = model.logits(own)
+        before = [PROMPT[rows], *expected]
+        for depth, row in enumerate(scores):
+            output = own[:, depth : depth + 1]
+            followed = model.follow(output, logits[:, depth], as_row(before[depth : depth + 1]))
+            assert mx.isfinite(followed).all(), "a grammar may bar all that are ranked"
+            best = mx.sort(followed[0])[-row.shape[1] :]
+            assert mx.allclose(best, mx.sort(row[0]), atol=1e-3)
+        changed += mx.argmax(logits[0], axis=-1).tolist() != expected
+    assert changed, "no pair of ids decided"
+
+
+def greedy_sampler() -> Sampler:
+    return Sampler(Sampling(), 0)
+
+
+def block_inputs(model: DraftModel, hidden: mx.array, rows: int) -> tuple[mx.array, int, Any]:
+    cache = model.make_cache()
+    after = model.embed(as_row(PROMPT[1 : rows + 1])[None])
+    return model.head(hidden, after, cache)[:, -1:], K, cache
+
+
 @pytest.mark.parametrize("want", ["all", "last", "none"])
 def test_hidden_states_are_those_of_every_row_whatever_logits_are_wanted(
     target: Path, tmp_path: Path, want: Any
@@ -136,7 +198,10 @@ def test_a_head_of_the_models_own_is_loaded_beside_a_drafter(tmp_path: Path) -> 
         ({"num_target_layers": 0, "dflash_config": {"mask_token_id": 5, "target_layer_ids": [4]}},
          "reads layer 4, and the model has 4"),
         ({"block_size": 3}, "drafts at most 2 tokens a round; set drafter.max_k"),
-        ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
+        ({"architectures": ["DSparkDraftModel"]}, "DSparkDraftModel"),
+        ({"architectures": ["DFlash2DraftModel"]}, "requires a positive integer conv_kernel_size"),
+        ({"architectures": ["DFlashDraftModel", "DFlash2DraftModel"]}, "no block drafter"),
+        ({"is_causal": True}, "masks its block"),
         ({"dflash_query_causal": True}, "masks its block"),
         ({"block_size": "8"}, "lacks sizes"),
         ({"dflash_config": {"mask_token_id": 4096, "target_layer_ids": [0]}}, "lacks sizes"),
