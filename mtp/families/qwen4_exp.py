@@ -33,8 +33,8 @@ _CONV, _STATE, _PLE_CONV, _IDS = range(4)
 """A recurrent layer's arrays; the last two where n-grams are added."""
 
 
-class KeptRows:
-    """In place of a cache for mlx-vlm's n-gram layer: collects the rows that it would keep."""
+class WindowRows:
+    """In place of a cache for mlx-vlm's n-gram layer: collects the windows that it stores."""
 
     def __init__(self, cache: TapedCache) -> None:
         self._cache = cache
@@ -48,14 +48,14 @@ class KeptRows:
         self.windows[index] = rows, width
 
     def commit(self) -> None:
-        """Stores what the layer keeps, and adds it to the tape of the forward."""
+        """Stores the windows, and adds them to the tape of the forward."""
         cache = self._cache
         for index, (rows, width) in self.windows.items():
             cache[index] = mx.contiguous(rows[:, rows.shape[1] - width :])
-        kept = [rows for _, rows in sorted(self.windows.items())]
+        windows = [window for _, window in sorted(self.windows.items())]
         cache.extend_tape(
-            lambda count: [mx.contiguous(rows[:, count : count + width]) for rows, width in kept],
-            lambda at: [rows_of_each(rows, at[1], width) for rows, width in kept],
+            lambda count: [mx.contiguous(r[:, count : count + width]) for r, width in windows],
+            lambda at: [rows_of_each(r, at[1], width) for r, width in windows],
         )
 
 
@@ -125,8 +125,8 @@ class BlockwiseAttention(language.Qwen4ExpAttention):
                     if end // ratio > self.indexer.block_topk:
                         few = blocks[own, :, : end // ratio]
                         chosen = self._chosen(query[own, :, one], few, ends[own, one], end)
-                    seen = k[own, :, :end], v[own, :, :end]
-                    each.append(self._attend(q[own, :, one], *seen, None, chosen))
+                    visible = k[own, :, :end], v[own, :, :end]
+                    each.append(self._attend(q[own, :, one], *visible, None, chosen))
                 requests.append(mx.concatenate(each, axis=2))
             out = mx.concatenate(requests)
         joined = out.transpose(0, 2, 1, 3).reshape(batch, rows, -1)
@@ -168,13 +168,13 @@ class BlockwiseAttention(language.Qwen4ExpAttention):
         above = scores > least
         ties = scores == least
         room = most - above.sum(axis=-1, keepdims=True)
-        taken = above | (ties & (mx.cumsum(ties, axis=-1, reverse=True) <= room))
+        chosen = above | (ties & (mx.cumsum(ties, axis=-1, reverse=True) <= room))
         keys = mx.arange(length)
-        seen = mx.pad(
-            mx.repeat(taken, ratio, axis=-1), [(0, 0), (0, 0), (0, length - count * ratio)]
+        visible = mx.pad(
+            mx.repeat(chosen, ratio, axis=-1), [(0, 0), (0, 0), (0, length - count * ratio)]
         )
-        seen = seen | (keys >= whole * ratio) | (whole <= most)
-        return (seen & (keys < ends[..., None]))[:, None]
+        visible = visible | (keys >= whole * ratio) | (whole <= most)
+        return (visible & (keys < ends[..., None]))[:, None]
 
 
 def _positions(offset: int | mx.array, rows: int) -> mx.array:
@@ -223,17 +223,17 @@ class StreamsLayer(language.Qwen4ExpDecoderLayer):
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden_states: mx.array, input_ids: Any, mask: Any = None, cache: Any = None
     ) -> mx.array:
-        kept = None
+        windows = None
         if "ple" in self:
-            kept = KeptRows(cache)
+            windows = WindowRows(cache)
             hidden_states = hidden_states + self.ple(
-                hidden_states, input_ids, cast("Any", kept), None
+                hidden_states, input_ids, cast("Any", windows), None
             )
         mixed, streams, weights = self.attn_hyper_connection(hidden_states)
         mixer = self.linear_attn if self.is_linear else self.self_attn
         branch = mixer(mixed, mask=None if self.is_linear else mask, cache=cache)
-        if kept is not None:
-            kept.commit()
+        if windows is not None:
+            windows.commit()
         hidden_states = _injected(streams, branch, weights)
         mixed, streams, weights = self.mlp_hyper_connection(hidden_states)
         return _injected(streams, self.mlp(mixed), weights)

@@ -84,11 +84,11 @@ class RowTable(nn.Module):
     def fill(self, parts: Sequence[dict[str, StoredRows]]) -> None:
         """Maps the files; `parts`: by tensor, its `weight`, and `scales` and `biases` if it is
         quantised. Raises ValueError for shapes that do not fit."""
-        found = [{part: _Mapped(place) for part, place in each.items()} for each in parts]
-        if tuple(each["weight"].rows for each in found) != self._shards:
+        tables = [{part: _Mapped(place) for part, place in each.items()} for each in parts]
+        if tuple(each["weight"].rows for each in tables) != self._shards:
             raise ValueError("the n-gram tables have other rows than config.json says")
-        names = found[0].keys()
-        self._parts = {name: [each[name] for each in found] for name in names}
+        names = tables[0].keys()
+        self._parts = {name: [each[name] for each in tables] for name in names}
         width = self._parts["weight"][0].width
         if "scales" not in names and width != self._dims:
             raise ValueError(f"the n-gram tables are {width} wide, not {self._dims}")

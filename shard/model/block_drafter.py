@@ -180,11 +180,11 @@ class _CachedAttention(nn.Module):
             return keys[:, :, begin:end], values[:, :, begin:end], None
         keys, values = cache.keys_and_values()
         places, counts = mx.arange(keys.shape[2]), cache.offset[:, None]
-        seen = places < counts
+        visible = places < counts
         if self._window is not None:
-            seen &= places >= counts - self._window
-        block = mx.ones((seen.shape[0], rows), mx.bool_)
-        return keys, values, mx.concatenate([seen, block], axis=1)[:, None, None]
+            visible &= places >= counts - self._window
+        block = mx.ones((visible.shape[0], rows), mx.bool_)
+        return keys, values, mx.concatenate([visible, block], axis=1)[:, None, None]
 
 
 def load_block_drafter(

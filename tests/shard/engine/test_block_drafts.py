@@ -154,7 +154,7 @@ def test_a_block_follows_the_last_token(monkeypatch: pytest.MonkeyPatch, *, ahea
     before, select = list[int](), BlockDrafter._select  # pyright: ignore[reportPrivateUsage]
 
     def noting(it: BlockDrafter, output: mx.array, logits: mx.array, ids: mx.array) -> mx.array:
-        before.append(int(ids.item()))
+        before.extend(ids.tolist())  # pyright: ignore[reportArgumentType]
         return select(it, output, logits, ids)
 
     monkeypatch.setattr(BlockDrafter, "_select", noting)
