@@ -14,7 +14,7 @@ from .python_source import statements
 
 FROM_VLM: Final = {
     name.replace("_", ""): name
-    for name in ("qwen4_exp", "cohere2_moe", "k2_horizon", "kolibri1", "step3p7")
+    for name in ("qwen4_exp", "cohere2_moe", "flint", "k2_horizon", "kolibri1", "step3p7")
 }
 """mlx-vlm's modules of model types that mlx-lm lacks, by the types without `_`."""
 _POOLED: Final = "it keeps pooled keys, whose rows cannot be taken back"

@@ -52,7 +52,10 @@ class BlockDrafter:
 
         `fingerprint`: of the drafter's checkpoint.
         """
-        family = family_of(model) or Family(model)
+        text: Any = model
+        if "language_model" in model:
+            text = text.language_model
+        family = family_of(model) or Family(text)
         _ = family.output  # some classes have it elsewhere: an error of the load
         self.module = module
         self.fingerprint = fingerprint

@@ -23,6 +23,7 @@ _PACKAGES: Final = {
         "speculative.ops",
     ),
     "cohere2_moe": ("models.cohere2_moe",),
+    "flint": ("models.flint",),
     "k2_horizon": ("models.k2_horizon",),
     "kolibri1": ("models.kolibri1",),
     "step3p7": ("models.qwen3_vl", "models.step3p7"),
@@ -48,6 +49,9 @@ def vlm_classes(config: Mapping[str, Any]) -> tuple[type[nn.Module], type] | Non
         case "cohere2_moe":
             from mlx_vlm.models.cohere2_moe import cohere2_moe as model
             from mlx_vlm.models.cohere2_moe import config as arguments
+        case "flint":
+            from mlx_vlm.models.flint import config as arguments
+            from mlx_vlm.models.flint import flint as model
         case "k2_horizon":
             from mlx_vlm.models.k2_horizon import config as arguments
             from mlx_vlm.models.k2_horizon import k2_horizon as model

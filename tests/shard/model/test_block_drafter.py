@@ -4,6 +4,7 @@ The classes of mlx-vlm that are imported are no public interface: what changes t
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ import mlx.core as mx
 import pytest
 from drafters import LAYER_IDS, drafter_config, make_drafter, second_config, stock_module
 from engines import load_quietly, spec
+from mlx.utils import tree_flatten
 from models import make_checkpoint
 
 from exo_node.mtp.sampler import Sampler
@@ -25,6 +27,7 @@ from exo_node.shard.model import block_drafter
 from exo_node.shard.model.block_drafter import BlockDrafter
 from exo_node.shard.model.draft_pair import DraftPair
 from exo_node.shard.model.load import Loaded
+from exo_node.shard.model.split_check import small_model
 from exo_node.shard.model.stage_model import target_of
 
 VOCABULARY = 4096
@@ -103,6 +106,22 @@ def test_drafts_are_those_of_mlx_vlms_own_forward(
         own = model.logits(model.block(last, K, own_cache))
         assert own.shape == (1, K, VOCABULARY)
         assert mx.abs(own - expected).max() < 1e-4 * mx.abs(expected).max()
+
+
+def test_a_target_whose_text_model_is_inside_another_drafts_too(tmp_path: Path) -> None:
+    """As mlx-lm has multimodal models, and as mlx-vlm has all."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128}
+    text = {"model_type": "llama", "hidden_size": 64, "head_dim": 16, "num_hidden_layers": 4}
+    text |= {**sizes, "vocab_size": VOCABULARY, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
+    config = {"model_type": "mistral3", "text_config": text}
+    outer = make_checkpoint(tmp_path / "outer", "qwen3", dtype="float32", vocab=VOCABULARY)
+    _ = shutil.copytree(outer, tmp_path / "inner")  # its tokenizer
+    (tmp_path / "inner" / "config.json").write_text(json.dumps(config))
+    model = small_model(config)
+    named: Any = tree_flatten(model.parameters())
+    mx.save_safetensors(str(tmp_path / "inner" / "model.safetensors"), dict(named))
+    it = loaded(tmp_path / "inner", make_drafter(tmp_path / "d", drafter_config(VOCABULARY)))
+    assert it.head_state == "loaded"
 
 
 def test_drafts_of_the_second_layout_follow_each_other_as_in_mlx_vlms_own_forward(

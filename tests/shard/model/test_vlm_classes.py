@@ -47,8 +47,14 @@ _STEP = {
     "use_head_wise_attn_gate": True,
     "partial_rotary_factors": [0.5, 1, 0.5, 1],
 }
+_FLINT = {
+    "shared_expert_intermediate_size": 32,
+    "no_rope_layer_indices": [1, 3],
+    "mlp_only_layers": [0],
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "cohere2_moe": {**_USUAL, **_SLIDING, **_EXPERTS, "num_key_value_heads": 2},
+    "flint": {**_USUAL, **_SLIDING, **_EXPERTS, **_FLINT, "num_key_value_heads": 2},
     "k2_horizon": {**_USUAL, "num_key_value_heads": 2},
     "kolibri1": {**_USUAL, **_SLIDING, **_EXPERTS, **_KOLIBRI, "num_key_value_heads": 2},
     "step3p7": {"vision_config": {"width": 8}, "text_config": {**_USUAL, **_SLIDING, **_STEP}},
@@ -100,6 +106,22 @@ def test_a_checkpoint_in_mlx_vlms_names_is_read_without_its_towers(
     loaded, ids = cast(Any, open_model(tmp_path)), mx.array([PROMPT])
     assert mx.array_equal(loaded(ids), cast(Any, model)(ids))
     assert has_class({"model_type": name.replace("_", "")})
+
+
+def test_flints_checkpoint_is_read_under_its_publishers_names(tmp_path: Path) -> None:
+    """Each expert has tensors of its own, and the bias of a router belongs to its gate."""
+    model, published = small(config_of("flint")), dict[str, mx.array]()
+    for name, value in cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters())):
+        name = name.removeprefix("language_model.")
+        stem, experts, projection = name.partition(".switch_mlp.")
+        for i in range(value.shape[0] if experts else 0):
+            published[f"{stem}.experts.{i}.{projection}"] = mx.contiguous(value[i])
+        if not experts:
+            published[name.replace(".expert_bias", ".gate.e_score_correction_bias")] = value
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), published, {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(config_of("flint")))
+    loaded, ids = cast(Any, open_model(tmp_path)), mx.array([PROMPT])
+    assert mx.array_equal(loaded(ids), cast(Any, model)(ids))
 
 
 @pytest.mark.parametrize(
