@@ -179,6 +179,36 @@ def published(model: nn.Module, head: nn.Module | None = None) -> dict[str, mx.a
     return named
 
 
+def in_fp8(weights: dict[str, mx.array]) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
+    """The publisher's tensors with experts and n-gram tables in FP8, and the same numbers as they
+    are without it."""
+    packed, whole = dict(weights), dict(weights)
+    for name, value in weights.items():
+        if ".ngram_embedding.shard_" in name:
+            packed[name] = mx.to_fp8(value)
+            packed[name.partition(".shard_")[0] + ".weight_scale"] = mx.array([0.5], mx.bfloat16)
+            whole[name] = mx.from_fp8(packed[name], dtype=mx.bfloat16) * mx.array(0.5, mx.bfloat16)
+        stem, has_experts, part = name.rpartition(".experts.")
+        if not has_experts:
+            continue
+        del packed[name]
+        half = value.shape[1] // 2
+        rows = (("gate", value[:, :half]), ("up", value[:, half:]))
+        for projection, each in rows if part == "gate_up_proj" else (("down", value),):
+            for expert, matrix in enumerate(each):
+                of_expert = f"{stem}.experts.{expert}.{projection}_proj.weight"
+                scale = mx.array([[0.25 + expert / 8]])
+                packed[of_expert] = mx.to_fp8(matrix / scale)
+                packed[f"{of_expert}_scale_inv"] = scale
+        scales = [mx.array(0.25 + expert / 8) for expert in range(len(value))]
+        numbers = [
+            mx.from_fp8(mx.to_fp8(matrix / scale), dtype=mx.float32) * scale
+            for matrix, scale in zip(value, scales, strict=True)
+        ]
+        whole[name] = mx.stack(numbers)
+    return packed, whole
+
+
 def save(folder: Path, config: dict[str, Any], weights: dict[str, mx.array]) -> Path:
     """Writes a checkpoint of two files; with the demo's tokenizer if the vocabulary is its."""
     folder.mkdir(parents=True)
@@ -193,6 +223,15 @@ def save(folder: Path, config: dict[str, Any], weights: dict[str, mx.array]) -> 
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             shutil.copyfile(DEMO / name, folder / name)
     return folder
+
+
+def name_fp8(folder: Path) -> None:
+    """Names bytes in safetensors headers as the publisher does; MLX writes another type."""
+    for file in folder.glob("*.safetensors"):
+        data = file.read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        header = data[8:end].replace(b'"U8"', b'"F8_E4M3"')
+        file.write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
 
 
 def greedy(model: Any, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[mx.array]]:

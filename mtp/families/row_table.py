@@ -24,6 +24,7 @@ _PREFIXES: Final = (
 _DTYPES: Final = {
     "U32": mx.uint32,
     "U8": mx.uint8,
+    "F8_E4M3": mx.uint8,
     "BF16": mx.bfloat16,
     "F16": mx.float16,
     "F32": mx.float32,
@@ -75,15 +76,16 @@ class RowTable(nn.Module):
         self._parts: dict[str, list[_Mapped]] = {}
         self.dtype: mx.Dtype | None = None
         """That of the rows, or None for the checkpoint's."""
+        self._scale: mx.array | None = None
 
     @property
     def shards(self) -> int:
         """The number of tensors."""
         return len(self._shards)
 
-    def fill(self, parts: Sequence[dict[str, StoredRows]]) -> None:
+    def fill(self, parts: Sequence[dict[str, StoredRows]], scale: mx.array | None) -> None:
         """Maps the files; `parts`: by tensor, its `weight`, and `scales` and `biases` if it is
-        quantised. Raises ValueError for shapes that do not fit."""
+        quantised. `scale`: of rows in FP8. Raises ValueError for shapes that do not fit."""
         tables = [{part: _Mapped(place) for part, place in each.items()} for each in parts]
         if tuple(each["weight"].rows for each in tables) != self._shards:
             raise ValueError("the n-gram tables have other rows than config.json says")
@@ -92,6 +94,10 @@ class RowTable(nn.Module):
         width = self._parts["weight"][0].width
         if "scales" not in names and width != self._dims:
             raise ValueError(f"the n-gram tables are {width} wide, not {self._dims}")
+        in_fp8 = "scales" not in names and self._parts["weight"][0].dtype == mx.uint8
+        if in_fp8 != (scale is not None):
+            raise ValueError("the n-gram tables have a scale exactly if they are in FP8")
+        self._scale = scale
 
     def __call__(self, ids: mx.array) -> mx.array:
         """(…) rows' indices -> (…, dims); waits for the indices."""
@@ -107,6 +113,8 @@ class RowTable(nn.Module):
     def _numbers(
         self, weight: mx.array, scales: mx.array | None = None, biases: mx.array | None = None
     ) -> mx.array:
+        if self._scale is not None:
+            weight = mx.from_fp8(weight, dtype=mx.bfloat16) * self._scale
         if scales is None:
             return weight if self.dtype is None else weight.astype(self.dtype)
         bits, group = 32 * weight.shape[1] // self._dims, self._dims // scales.shape[1]

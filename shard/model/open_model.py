@@ -157,14 +157,18 @@ def _fill(tables: Mapping[str, Any], folder: Path) -> None:
     parts: dict[str, list[dict[str, StoredRows]]] = {
         name: [{} for _ in range(table.shards)] for name, table in tables.items()
     }
+    scales = dict[str, mx.array]()
     for tensor in read_checkpoint(folder).tensors.values():
         name, _, rest = ours_of(tensor.name).partition(".shards.")
+        if (table := name.removesuffix(".weight_scale")) != name and table in parts:
+            file = cast("dict[str, mx.array]", mx.load(str(folder / tensor.file)))
+            scales[table] = file[tensor.name].reshape(())
         if name in parts:
             shard, _, part = rest.partition(".")
             place = StoredRows(folder / tensor.file, tensor.start, tensor.dtype, tensor.shape)
             parts[name][int(shard)][part] = place
     for name, table in tables.items():
-        table.fill(parts[name])
+        table.fill(parts[name], scales.get(name))
 
 
 def model_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:

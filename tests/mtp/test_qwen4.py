@@ -29,6 +29,7 @@ from exo_node.mtp.targets import FamilyTarget
 from exo_node.node.store.library import ModelLibrary
 from exo_node.node.store.places import in_folders
 from exo_node.placement.errors import InvalidCheckpoint, LoadFailed
+from exo_node.placement.ids import ModelId
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
 from exo_node.shard.checkpoint.model_classes import TABLE
@@ -96,6 +97,53 @@ def test_single_rows_have_the_bits_of_mlx_vlm() -> None:
     for token in [*PROMPT, *OTHERS[0], 4095, 3, 4]:
         got = model(mx.array([[token]]), cache=theirs).logits[0]
         assert mx.array_equal(got, forward(ours, [token]))
+
+
+def test_the_publishers_fp8_files_have_the_numbers_of_the_same_files_without_fp8() -> None:
+    config = qwen4.config_of(vocabulary=4096)
+    packed, whole = qwen4.in_fp8(qwen4.published(*pair_of_theirs()))
+    fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    folders = [
+        qwen4.save(Path(_KEPT.name) / "fp8", config | fp8, packed),
+        qwen4.save(Path(_KEPT.name) / "whole", config, whole),
+    ]
+    qwen4.name_fp8(folders[0])
+    answers = list[Any]()
+    for folder in folders:
+        fields = {"native_mtp": True, "mtp_hidden": "pre_norm", "max_draft_tokens": 3}
+        stage_spec = spec(folder, 0, LAYERS, num_layers=LAYERS, **fields)
+        it = load_quietly(stage_spec)
+        assert it.head_state == "loaded", it.head_state
+        served = engine_of(it, stage_spec)
+        answers += [answer(served, request(PROMPT, k, TOKENS)) for k in (0, 3)]
+    plain, drafted, plain_of_whole, drafted_of_whole = answers
+    assert plain.ids == drafted.ids == plain_of_whole.ids == drafted_of_whole.ids
+    assert drafted.rounds == drafted_of_whole.rounds
+    logits = [cast(Any, open_model(folder))(mx.array([PROMPT])) for folder in folders]
+    assert mx.array_equal(*logits)
+    card = ModelLibrary((folders[0].parent,), offline=True).get(ModelId("fp8")).card
+    assert card.fp8 and 0 < card.mapped_bytes < card.weight_bytes
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"lm_head.weight_scale_inv": mx.ones((1, 1))}, "1 tensors beside the experts are in FP8"),
+        ({".ngram_embedding.weight_scale": None}, "have a scale exactly if they are in FP8"),
+        ({".experts.1.up_proj.weight_scale_inv": None}, "Missing FP8 scale"),
+    ],
+)
+def test_fp8_files_of_another_form_are_refused_with_the_reason(
+    tmp_path: Path, change: dict[str, mx.array | None], why: str
+) -> None:
+    packed, _ = qwen4.in_fp8(qwen4.published(*pair_of_theirs()))
+    for part, value in change.items():
+        names = [name for name in packed if name.endswith(part)] or [part]
+        packed = {name: each for name, each in packed.items() if name not in names}
+        packed |= {} if value is None else dict.fromkeys(names, value)
+    folder = qwen4.save(tmp_path / "m", qwen4.config_of(vocabulary=4096), packed)
+    with pytest.raises(InvalidCheckpoint, match=why):
+        _ = open_model(folder)
 
 
 def test_a_prompt_in_one_forward_is_close_to_mlx_vlms() -> None:

@@ -59,6 +59,7 @@ SIGNATURES = {
     "qwen4_exp.language:Qwen4ExpRMSNorm": "dim group_size eps",
     "qwen4_exp.language:Qwen4ExpPLELayer.__call__": "self hidden_states input_ids cache mask",
     "qwen4_exp.language:ShardedEmbedding": "num_embeddings dims num_shards",
+    "qwen4_exp.fp8:convert_qwen4_exp_fp8_weights": "weights",
     "cohere2_moe.language:LanguageModel": "args",
     "cohere2_moe.cohere2_moe:Model.sanitize": "self weights",
     "cohere2_moe.config:ModelConfig.from_dict": "params",
