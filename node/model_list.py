@@ -96,6 +96,10 @@ class ModelList:
         """Why rounds draft as many tokens as they do at present; empty before the first round."""
         return self._generator(record).depth_reason
 
+    def drafter_kind(self, record: LoadedPlacement) -> str:
+        """What drafts at present, of a head and a drafter; empty before its runner reported it."""
+        return self._generator(record).drafter_kind
+
     def speed(self, record: LoadedPlacement) -> Speed | None:
         """The predicted speed where the model is loaded; None while a node of it is lost."""
         view = self._source.view(record.card.id, empty=True)

@@ -296,7 +296,9 @@ class NodeOperations:
         drafts = drafting.kind != "none"
         begins = f"begins with K = {drafting.initial_k}: {drafting.reason}"
         return {
-            "drafter_kind": drafting.kind,
+            "drafter_kind": (self._models.drafter_kind(record) or drafting.kind)
+            if drafts
+            else "none",
             "num_draft_tokens": drafting.k,
             "draft_policy": ("adaptive" if drafting.adaptive else "fixed") if drafts else "none",
             "reason": "" if drafts else drafting.reason,

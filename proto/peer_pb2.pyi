@@ -763,6 +763,7 @@ class StageState(_message.Message):
     GREEDY_IDENTITY_FIELD_NUMBER: _builtins.int
     PROMPT_LOOKUP_FIELD_NUMBER: _builtins.int
     HEAD_REFUSAL_FIELD_NUMBER: _builtins.int
+    DRAFTER_KIND_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     model: _builtins.str
     stage: _builtins.int
@@ -803,6 +804,8 @@ class StageState(_message.Message):
     """likewise"""
     head_refusal: _builtins.str
     """why its draft head is not used, yet or any more"""
+    drafter_kind: _builtins.str
+    """as in Stats, of a draft head or a drafter: the one that drafts now"""
     @_builtins.property
     def epoch(self) -> Global___Epoch:
         """absent: it was not connected yet"""
@@ -846,10 +849,11 @@ class StageState(_message.Message):
         greedy_identity: _builtins.str = ...,
         prompt_lookup: _builtins.str = ...,
         head_refusal: _builtins.str = ...,
+        drafter_kind: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "ready", b"ready", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_bytes", b"cache_bytes", "checkpoint_bytes_read", b"checkpoint_bytes_read", "cpu_s", b"cpu_s", "depth_reason", b"depth_reason", "end_layer", b"end_layer", "epoch", b"epoch", "error", b"error", "first_layer", b"first_layer", "greedy_identity", b"greedy_identity", "head_parked", b"head_parked", "head_refusal", b"head_refusal", "live_requests", b"live_requests", "model", b"model", "peak_memory_bytes", b"peak_memory_bytes", "pid", b"pid", "placement", b"placement", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_disk_rows", b"prefix_disk_rows", "prefix_memory_rows", b"prefix_memory_rows", "prefix_peer_rows", b"prefix_peer_rows", "progress", b"progress", "prompt_lookup", b"prompt_lookup", "ready", b"ready", "spec", b"spec", "stage", b"stage", "status", b"status", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_bytes", b"cache_bytes", "checkpoint_bytes_read", b"checkpoint_bytes_read", "cpu_s", b"cpu_s", "depth_reason", b"depth_reason", "drafter_kind", b"drafter_kind", "end_layer", b"end_layer", "epoch", b"epoch", "error", b"error", "first_layer", b"first_layer", "greedy_identity", b"greedy_identity", "head_parked", b"head_parked", "head_refusal", b"head_refusal", "live_requests", b"live_requests", "model", b"model", "peak_memory_bytes", b"peak_memory_bytes", "pid", b"pid", "placement", b"placement", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_disk_rows", b"prefix_disk_rows", "prefix_memory_rows", b"prefix_memory_rows", "prefix_peer_rows", b"prefix_peer_rows", "progress", b"progress", "prompt_lookup", b"prompt_lookup", "ready", b"ready", "spec", b"spec", "stage", b"stage", "status", b"status", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -4408,6 +4412,7 @@ class RunnerState(_message.Message):
     GREEDY_IDENTITY_FIELD_NUMBER: _builtins.int
     PROMPT_LOOKUP_FIELD_NUMBER: _builtins.int
     HEAD_REFUSAL_FIELD_NUMBER: _builtins.int
+    DRAFTER_KIND_FIELD_NUMBER: _builtins.int
     live_requests: _builtins.int
     cache_bytes: _builtins.int
     peak_memory_bytes: _builtins.int
@@ -4442,6 +4447,8 @@ class RunnerState(_message.Message):
     """likewise"""
     head_refusal: _builtins.str
     """why its draft head is not used, yet or any more"""
+    drafter_kind: _builtins.str
+    """as in Stats, of a draft head or a drafter: the one that drafts now"""
     @_builtins.property
     def epoch(self) -> Global___Epoch:
         """absent: it was not connected yet"""
@@ -4469,10 +4476,11 @@ class RunnerState(_message.Message):
         greedy_identity: _builtins.str = ...,
         prompt_lookup: _builtins.str = ...,
         head_refusal: _builtins.str = ...,
+        drafter_kind: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_memory_bytes", b"active_memory_bytes", "cache_bytes", b"cache_bytes", "compute_ended", b"compute_ended", "depth_reason", b"depth_reason", "epoch", b"epoch", "greedy_identity", b"greedy_identity", "head_parked", b"head_parked", "head_refusal", b"head_refusal", "live_requests", b"live_requests", "mtp_speedup", b"mtp_speedup", "peak_memory_bytes", b"peak_memory_bytes", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_disk_rows", b"prefix_disk_rows", "prefix_memory_rows", b"prefix_memory_rows", "prefix_peer_rows", b"prefix_peer_rows", "progress", b"progress", "prompt_lookup", b"prompt_lookup", "step_s", b"step_s", "timed_answers", b"timed_answers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_memory_bytes", b"active_memory_bytes", "cache_bytes", b"cache_bytes", "compute_ended", b"compute_ended", "depth_reason", b"depth_reason", "drafter_kind", b"drafter_kind", "epoch", b"epoch", "greedy_identity", b"greedy_identity", "head_parked", b"head_parked", "head_refusal", b"head_refusal", "live_requests", b"live_requests", "mtp_speedup", b"mtp_speedup", "peak_memory_bytes", b"peak_memory_bytes", "prefix_cache_bytes", b"prefix_cache_bytes", "prefix_disk_bytes", b"prefix_disk_bytes", "prefix_disk_rows", b"prefix_disk_rows", "prefix_memory_rows", b"prefix_memory_rows", "prefix_peer_rows", b"prefix_peer_rows", "progress", b"progress", "prompt_lookup", b"prompt_lookup", "step_s", b"step_s", "timed_answers", b"timed_answers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -169,6 +169,7 @@ class StateReport:
         if isinstance(watch, TextEngine):
             state.head_parked = watch.drafting.parked_reason
             state.head_refusal = watch.drafting.refusal
+            state.drafter_kind = watch.drafting.kind
             state.greedy_identity = watch.measurements.identity
             state.prompt_lookup = watch.lookup.refusal or "on"
             state.depth_reason = watch.depth_reason

@@ -110,7 +110,8 @@ def test_the_publishers_fp8_files_have_the_numbers_of_the_same_files_without_fp8
     qwen4.name_fp8(folders[0])
     answers = list[Any]()
     for folder in folders:
-        fields = {"native_mtp": True, "mtp_hidden": "pre_norm", "max_draft_tokens": 3}
+        fields: dict[str, Any] = {"native_mtp": True, "mtp_hidden": "pre_norm"}
+        fields["max_draft_tokens"] = 3
         stage_spec = spec(folder, 0, LAYERS, num_layers=LAYERS, **fields)
         it = load_quietly(stage_spec)
         assert it.head_state == "loaded", it.head_state

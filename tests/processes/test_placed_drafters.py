@@ -74,6 +74,18 @@ def test_a_drafter_is_placed_kept_over_a_restart_and_missed_once_it_is_deleted(
     assert answer(served, 2)[0] == plain
 
 
+def test_status_says_which_of_a_head_and_a_drafter_drafts(served: Node) -> None:
+    """Each drafts until its speed is known, the drafter first."""
+    assert place(served, DRAFTER).status == 200
+    kinds = list[str]()
+    for _ in range(6):
+        stats = served.chat("Tell me a story.", model=TARGET, max_tokens=60)["generation_stats"]
+        kinds.append(stats["drafter_kind"])
+        eventually(lambda: placement(served)["drafting"]["drafter_kind"] == kinds[-1], WITHIN_S)
+        assert "drafts" in stats["depth_reason"] or "tried again" in stats["depth_reason"]
+    assert {*kinds} == {"block_drafter", "native_mtp"}, kinds
+
+
 def chat() -> dict[str, Any]:
     message = {"role": "user", "content": "Who are you?"}
     return {"model": TARGET, "messages": [message], "max_tokens": 4}
