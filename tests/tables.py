@@ -89,6 +89,8 @@ class TableHead:
     table: Logits
     in_blocks: bool = False
     """Whether it drafts a block at once, each token as if it followed the last committed one."""
+    follows: bool = False
+    """Whether each token of a block follows the one before it after all, as it is drawn."""
     cache: Any = None
 
     def __post_init__(self) -> None:
@@ -99,7 +101,8 @@ class TableHead:
     @property
     def model(self) -> DraftModel:
         block = self._block if self.in_blocks else None
-        return DraftModel(self._head, _embed, self._logits, block=block)
+        follow = self._follow if self.follows else None
+        return DraftModel(self._head, _embed, self._logits, block=block, follow=follow)
 
     @property
     def head_rows(self) -> list[tuple[int, int, int]]:
@@ -120,6 +123,9 @@ class TableHead:
         assert cache is self.cache
         places = out[..., :1] + mx.arange(k)[None, :, None]
         return mx.concatenate([places, mx.broadcast_to(out[..., 1:], places.shape)], axis=-1)
+
+    def _follow(self, out: mx.array, _logits: mx.array, before: mx.array) -> mx.array:
+        return self._table[out[:, 0, 0].astype(mx.int32), before]
 
     def _logits(self, out: mx.array) -> mx.array:
         at = out.astype(mx.int32)
@@ -188,6 +194,7 @@ def tell(
     lookup: PromptLookup | None = None,
     grammar: GrammarMatcher | None = None,
     in_blocks: bool = False,
+    follows: bool = False,
     **fields: Any,
 ) -> TableAnswer:
     """Answers over tables to the end, or to what goes wrong; `draft` None decodes plainly.
@@ -196,7 +203,7 @@ def tell(
     """
     model, head, caches = TableTarget(target), None, list[KVCache]()
     if draft is not None:
-        head = TableHead(draft, in_blocks)
+        head = TableHead(draft, in_blocks, follows)
 
     def make_caches() -> list[Any]:
         caches.append(KVCache())

@@ -145,7 +145,7 @@ def on_this_machine(
         try:
             own.drafter_path = str(drafter_folder(ModelId(spec.drafter)))
         except DrafterUnusable as fault:
-            own.drafter_fault = str(fault)
+            own.drafter_fault = f"{settings.name}: {fault}"
     own.ClearField("listen")
     own.ClearField("profile_folder")
     own.ClearField("prefix_folder")

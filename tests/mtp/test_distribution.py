@@ -147,6 +147,7 @@ def deviation(
     grammar: GrammarMatcher | None = None,
     expected: Logits | None = None,
     in_blocks: bool = False,
+    follows: bool = False,
 ) -> float:
     """How far a long answer is from the target's joint distribution over 1 to K + 2 tokens.
 
@@ -166,6 +167,7 @@ def deviation(
         lookup=lookup,
         grammar=grammar,
         in_blocks=in_blocks,
+        follows=follows,
     )
     mixed = (r for r in answer.rounds if r.is_copied and 0 < r.accepted < r.drafted)
     assert any(mixed) or not copies
@@ -201,6 +203,13 @@ def test_it_holds_where_a_block_is_drafted_at_once(k: int, draft: str, name: str
     """Each draft has a distribution of its own, whatever is drawn in front of it."""
     assert deviation(TARGET, DRAFTS[draft], k, WARM, in_blocks=True) < SUSPICIOUS
     assert deviation(TARGET, DRAFTS[draft], k, FILTERS[name], in_blocks=True) < SUSPICIOUS
+
+
+@pytest.mark.parametrize(("k", "draft", "name"), [(2, "near", "cold"), (3, "another", "top_k")])
+def test_it_holds_where_drafts_of_a_block_follow_each_other(k: int, draft: str, name: str) -> None:
+    how = {"in_blocks": True, "follows": True}
+    assert deviation(TARGET, DRAFTS[draft], k, WARM, **how) < SUSPICIOUS
+    assert deviation(TARGET, DRAFTS[draft], k, FILTERS[name], runs_ahead=True, **how) < SUSPICIOUS
 
 
 @pytest.mark.parametrize(("k", "draft", "name"), [(2, "near", "cold"), (3, "sure", "top_p")])

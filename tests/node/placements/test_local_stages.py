@@ -51,7 +51,9 @@ def stages_of(settings: Settings, *parts: object) -> LocalStages:
 
 def test_a_peer_does_not_say_where_a_runner_listens_or_reads(tmp_path: Path) -> None:
     supervisor = Supervisor()
-    stages = stages_of(Settings(data_dir=tmp_path, prefix_disk_gb=0.5), Fetcher(), supervisor)
+    stages = stages_of(
+        Settings(data_dir=tmp_path, prefix_disk_gb=0.5, name="desk"), Fetcher(), supervisor
+    )
     foreign = pb.StageSpec(
         model="demo",
         listen=["0.0.0.0", "8.8.8.8"],
@@ -73,7 +75,7 @@ def test_a_peer_does_not_say_where_a_runner_listens_or_reads(tmp_path: Path) -> 
         foreign.drafter, foreign.drafter_fault = drafter, "forged"
         _ = asyncio.run(stages.load(foreign, lambda _: None))
         spec = supervisor.loaded[-1]
-        assert (spec.drafter_path, spec.drafter_fault) == ("", fault)
+        assert (spec.drafter_path, spec.drafter_fault) == ("", fault and f"desk: {fault}")
 
 
 MODEL = ModelId("owner/tiny")
