@@ -7,45 +7,44 @@
 
 namespace exo {
 
-// Element e of a lane's 16 is k = (c LANES + j) N + i, where e = c N + i and N numbers are 16 bytes.
-template <int D, class T> struct Lane {
-  static constexpr int LANES = D / 16, N = PER_CHUNK<T>, STRIDE = LANES * N;
-};
-
-template <int D, class T>
+// Element e of lane j's 16 is k = e / 4 D / 4 + 4 j + e % 4: neighbouring lanes have neighbouring
+// floats, 16 bytes each, or a warp would load and store halves of sectors, at a quarter of the speed.
+template <int D>
 __device__ __forceinline__ void load_state(float (&st)[2][16], const float* s, int row, int j) {
-  using L = Lane<D, T>;
 #pragma unroll
   for (int r = 0; r < 2; ++r)
 #pragma unroll
     for (int e = 0; e < 16; e += 4) {
-      const int k = (e / L::N * L::LANES + j) * L::N + e % L::N;
+      const int k = e / 4 * (D / 4) + 4 * j;
       const float4 f = *reinterpret_cast<const float4*>(s + (row + r) * D + k);
       st[r][e] = f.x; st[r][e + 1] = f.y; st[r][e + 2] = f.z; st[r][e + 3] = f.w;
     }
 }
 
-template <int D, class T>
+template <int D>
 __device__ __forceinline__ void store_state(const float (&st)[2][16], float* s, int row, int j) {
-  using L = Lane<D, T>;
 #pragma unroll
   for (int r = 0; r < 2; ++r)
 #pragma unroll
     for (int e = 0; e < 16; e += 4) {
-      const int k = (e / L::N * L::LANES + j) * L::N + e % L::N;
+      const int k = e / 4 * (D / 4) + 4 * j;
       *reinterpret_cast<float4*>(s + (row + r) * D + k) =
           make_float4(st[r][e], st[r][e + 1], st[r][e + 2], st[r][e + 3]);
     }
 }
 
+template <class T> struct alignas(4 * sizeof(T)) Four { T of[4]; };
+
 // One row of the input: the state decays, is corrected towards v along k, and is read with q.
 template <int D, class T>
 __device__ __forceinline__ void step(float (&st)[2][16], const T* k, const T* q, int j, float decay,
                                      float beta, const float (&v)[2], float (&out)[2]) {
-  using L = Lane<D, T>;
   float kf[16], qf[16];
-  unpack<16>(k + j * L::N, L::STRIDE, kf);
-  unpack<16>(q + j * L::N, L::STRIDE, qf);
+#pragma unroll
+  for (int e = 0; e < 16; ++e) {
+    kf[e] = num(reinterpret_cast<const Four<T>*>(k)[e / 4 * (D / 16) + j].of[e % 4]);
+    qf[e] = num(reinterpret_cast<const Four<T>*>(q)[e / 4 * (D / 16) + j].of[e % 4]);
+  }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float p[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -54,7 +53,7 @@ __device__ __forceinline__ void step(float (&st)[2][16], const T* k, const T* q,
       st[r][e] *= decay;
       p[e & 3] = __fmaf_rn(st[r][e], kf[e], p[e & 3]);
     }
-    out[r] = lane_sum<L::LANES>((p[0] + p[1]) + (p[2] + p[3]));
+    out[r] = lane_sum<D / 16>((p[0] + p[1]) + (p[2] + p[3]));
   }
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -65,7 +64,7 @@ __device__ __forceinline__ void step(float (&st)[2][16], const T* k, const T* q,
       st[r][e] = __fmaf_rn(kf[e], delta, st[r][e]);
       p[e & 3] = __fmaf_rn(st[r][e], qf[e], p[e & 3]);
     }
-    out[r] = lane_sum<L::LANES>((p[0] + p[1]) + (p[2] + p[3]));
+    out[r] = lane_sum<D / 16>((p[0] + p[1]) + (p[2] + p[3]));
   }
 }
 
@@ -86,7 +85,7 @@ __device__ __forceinline__ void recurrence(const T* q, const T* k, const T* v, c
   const T* vs = v + ((long long)b * rows * v_heads + h) * D + slice * ROWS;
   const long long own = ((long long)b * v_heads + h) * D * D;
   float st[2][16];
-  load_state<D, T>(st, state + own, row, j);
+  load_state<D>(st, state + own, row, j);
   auto fetch = [&](int first, int into) {
     for (int i = tid; i < CHUNK * D / N; i += 128) {
       const int t = i / (D / N), at = i % (D / N) * N;
@@ -120,7 +119,7 @@ __device__ __forceinline__ void recurrence(const T* q, const T* k, const T* v, c
     for (int i = 0; i < count; ++i) {
       const float vv[2] = {num(sv[now][i][local]), num(sv[now][i][local + 1])};
       float out[2];
-      step<D, T>(st, sk[now][i], sq[now][i], j, sg[now][i], sb[now][i], vv, out);
+      step<D>(st, sk[now][i], sq[now][i], j, sg[now][i], sb[now][i], vv, out);
       if (j == 0) {
         T* to = y + (((long long)b * rows + first + i) * v_heads + h) * D + row;
         to[0] = as<T>(out[0]);
@@ -129,7 +128,7 @@ __device__ __forceinline__ void recurrence(const T* q, const T* k, const T* v, c
     }
     __syncthreads();
   }
-  store_state<D, T>(st, last + own, row, j);
+  store_state<D>(st, last + own, row, j);
 }
 
 // Grid (v heads, batch), D D / 32 threads: all of a layer between its projections for up to 16 rows.
@@ -152,7 +151,19 @@ __device__ __forceinline__ void layer_rows(const T* qkv, const T* z, const T* b,
   const int row = tid / (D / 16) * 2, keys = k_heads * D, channels = 2 * keys + v_heads * D;
   float st[2][16];
   const T* last = before + ((long long)n * before_rows + at[batch + n]) * channels;
-  load_state<D, T>(st, state + (((long long)at[n] * batch + n) * v_heads + h) * D * D, row, j);
+  // The small loads first: behind the state's they would wait for them.
+  float gate_a = 0.0f, gate_b = 0.0f, bias = 0.0f, log_a = 0.0f, scales[EACH], gates[EACH];
+  if (tid < rows) {
+    const long long at = ((long long)n * rows + tid) * v_heads + h;
+    gate_b = num(b[at]); gate_a = num(a[at]); bias = num(dt_bias[h]); log_a = a_log[h];
+  }
+  const long long out_at = (((long long)n * rows + warp) * v_heads + h) * D + lane;
+#pragma unroll
+  for (int e = 0; e < EACH; ++e) {
+    scales[e] = num(norm[e * 32 + lane]);
+    gates[e] = warp < rows ? num(z[out_at + e * 32]) : 0.0f;
+  }
+  load_state<D>(st, state + (((long long)at[n] * batch + n) * v_heads + h) * D * D, row, j);
   for (int i = tid; i < 3 * D; i += THREADS) {  // the convolution and silu, a channel a thread
     const int part = i / D, d = i % D;
     const int c = part == 0 ? hk * D + d : part == 1 ? keys + hk * D + d : 2 * keys + h * D + d;
@@ -166,8 +177,10 @@ __device__ __forceinline__ void layer_rows(const T* qkv, const T* z, const T* b,
       if (mine) window[((long long)n * (3 + rows) + e) * channels + c] = x;
       in[e] = num(x);
     }
+    T next = qkv[(long long)n * rows * channels + c];
     for (int t = 0; t < rows; ++t) {
-      const T x = qkv[((long long)n * rows + t) * channels + c];
+      const T x = next;
+      if (t + 1 < rows) next = qkv[((long long)n * rows + t + 1) * channels + c];
       if (mine) window[((long long)n * (3 + rows) + 3 + t) * channels + c] = x;
       const float f = num(x);
       const float sum = rounded<T>(
@@ -177,11 +190,10 @@ __device__ __forceinline__ void layer_rows(const T* qkv, const T* z, const T* b,
     }
   }
   if (tid < rows) {
-    const long long at = ((long long)n * rows + tid) * v_heads + h;
-    sb[tid] = rounded<T>(sigmoid(num(b[at])));
-    const float x = rounded<T>(num(a[at]) + num(dt_bias[h]));
+    sb[tid] = rounded<T>(sigmoid(gate_b));
+    const float x = rounded<T>(gate_a + bias);
     const float softplus = rounded<T>(fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))));
-    sg[tid] = expf(-expf(a_log[h]) * softplus);
+    sg[tid] = expf(-expf(log_a) * softplus);
   }
   __syncthreads();
   for (int i = warp; i < 2 * rows; i += WARPS) {  // q and k to unit length, q by 1 / D of it
@@ -203,7 +215,7 @@ __device__ __forceinline__ void layer_rows(const T* qkv, const T* z, const T* b,
     float out[2];
     step<D>(st, s[1][t], s[0][t], j, sg[t], sb[t], vv, out);
     if (j == 0) { so[t][row] = rounded<T>(out[0]); so[t][row + 1] = rounded<T>(out[1]); }
-    store_state<D, T>(st, states + (((long long)t * batch + n) * v_heads + h) * D * D, row, j);
+    store_state<D>(st, states + (((long long)t * batch + n) * v_heads + h) * D * D, row, j);
   }
   __syncthreads();
   for (int t = warp; t < rows; t += WARPS) {  // the gated norm
@@ -218,7 +230,7 @@ __device__ __forceinline__ void layer_rows(const T* qkv, const T* z, const T* b,
     for (int e = 0; e < EACH; ++e) {
       const int d = e * 32 + lane;
       const long long at = (((long long)n * rows + t) * v_heads + h) * D + d;
-      const float gate = num(z[at]), x = rounded<T>(f[e] * unit * num(norm[d]));
+      const float gate = t == warp ? gates[e] : num(z[at]), x = rounded<T>(f[e] * unit * scales[e]);
       y[at] = as<T>(gate * sigmoid(gate) * x);
     }
   }

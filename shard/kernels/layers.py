@@ -15,7 +15,7 @@ from ...mtp.caches.rollback import TapedCache, cache_arrays
 from ...mtp.families.taped_gated_delta import TapedGatedDelta
 from .attention_choice import cache_with, random_past
 from .fused import RowsMLP
-from .product import sum_with
+from .product import MAX_ROWS, sum_with
 from .row_attention import KernelAttention, heads_of
 from .trial import (
     FEW,
@@ -30,8 +30,6 @@ from .trial import (
     try_kernel,
 )
 
-MAX_ROWS = 16
-"""The most rows, of all sequences together. Each number of rows has its own trace."""
 _CONTEXT: Final = 24
 _LAYERS_PER_EVAL: Final = 8
 """Traced layers that Python builds before the GPU starts on them."""
@@ -40,7 +38,10 @@ Arrays = tuple[mx.array, ...]
 
 
 class RowsLayer(nn.Module):
-    """Replaces the class of a decoder layer whose attention or recurrence has kernels."""
+    """Replaces the class of a decoder layer whose attention or recurrence has kernels.
+
+    Each number of sequences and rows has its own trace, up to MAX_ROWS of all of them together.
+    """
 
     before: Callable[..., Arrays]
     """`up_to_the_cache` or `with_the_recurrence`, traced; `trace` sets it and `after`."""

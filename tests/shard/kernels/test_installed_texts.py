@@ -1,5 +1,6 @@
 """A small model with all the kernels that `install` finds, in the emulator or on the GPU."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def logits(model: qwen3_5.Model, blocks: list[list[int]]) -> mx.array:
 
 @pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])
 def test_a_verify_by_the_installed_kernels_is_single_steps_bit_for_bit(
-    config: dict[str, Any],
+    config: dict[str, Any], traced: set[tuple[int, ...]]
 ) -> None:
     model = small(config)
     prompt, verified = [7, 30, 2], [11, 5, 90, 41]
@@ -115,19 +116,36 @@ def test_a_verify_by_the_installed_kernels_is_single_steps_bit_for_bit(
     got = logits(model, [prompt, verified])
     assert trial.relative_error(expected, got) <= max(3e-2, 1.2 * mlxs_error)
     assert mx.array_equal(logits(model, [prompt, *([each] for each in verified)]), got).item()
-    assert batch_is_each_alone(model)
+    assert batch_is_each_alone(model, 2)
+    assert config is EXPERTS or batch_is_each_alone(model, 6)
+    assert {(2, 3), (2, 1)} <= traced
+    assert config is EXPERTS or (6, 3) in traced
 
 
-def batch_is_each_alone(model: qwen3_5.Model) -> bool:
-    """Two requests after prompts of different lengths: three rows, then one, as by themselves."""
-    prompts, rows = [[7, 30, 2], [5, 9, 14, 33, 8]], [[11, 5, 90], [3, 61, 40]]
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, ...]]:
+    """The numbers of sequences and rows that traced layers computed."""
+    sizes, finish = set[tuple[int, ...]](), layers.RowsLayer.finish
+
+    def noted(layer: layers.RowsLayer, output: Sequence[mx.array]) -> mx.array:
+        sizes.add(tuple(output[0].shape[:2]))
+        return finish(layer, output)
+
+    monkeypatch.setattr(layers.RowsLayer, "finish", noted)
+    return sizes
+
+
+def batch_is_each_alone(model: qwen3_5.Model, size: int) -> bool:
+    """Requests after prompts of different lengths: three rows, then one, as by themselves."""
+    prompts = [[(7 * i + 9 * j) % 97 for j in range(3 + i)] for i in range(size)]
+    rows = [[11 + i, 5 + 3 * i, 90 - i] for i in range(size)]
     requests: list[Any] = [with_tapes(model.make_cache()) for _ in prompts]
     for ids, caches in zip(prompts, requests, strict=True):
         mx.eval(model(mx.array([ids]), caches), cache_arrays(caches))
     positions = Positions([len(ids) for ids in prompts])
     together: Any = left_aligned(requests, positions)
     got = [model(mx.array(rows), together)]
-    positions.advance([3, 3])
+    positions.advance([3] * size)
     got.append(model(mx.array([each[:1] for each in rows]), together))
     for i, (ids, caches) in enumerate(zip(rows, requests, strict=True)):
         alone = [model(mx.array([ids]), caches), model(mx.array([ids[:1]]), caches)]
