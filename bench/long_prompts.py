@@ -7,8 +7,9 @@
 
 Each arm has nodes of its own with empty data folders, one core each, and a copy of the model on
 each; prompts are random ids, others in each repeat. The ids and log-probabilities of every answer
-are compared with those of one node. `half` is a random model of half a billion parameters in 4
-bits. Needs a quiet machine with as many cores; Linux. Ends with status 1 if an answer differs.
+are compared with those of one node. A first prompt is not counted: with it, each machine checks the
+layers of a new cut, once. `half` is a random model of half a billion parameters in 4 bits. Needs a
+quiet machine with as many cores; Linux. Ends with status 1 if an answer differs.
 
 `--kills` kills or stops, at a random moment of a prompt's reading, the runner that reads or the one
 that answers, so many times in turn, and compares the ids with those of a prompt that was left
@@ -60,6 +61,7 @@ def main() -> int:
         flags = _model(Path(scratch) / "models", options.model, options.context)
         for count in (1, options.nodes):
             with _cluster(Path(scratch) / f"{count}", flags, options.model, count) as door:
+                _ = _ask(door, options.model, _ids(options.prompts[0], -1), options.k)
                 answers[count] = [
                     _ask(door, options.model, _ids(rows, repeat), options.k)
                     for rows in options.prompts

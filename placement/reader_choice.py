@@ -5,7 +5,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from .cluster import ClusterView, NodeFacts, StageAssignment, layer_range
+from .cluster import ClusterView, NodeFacts, StageAssignment
 from .cost import ModelSizes
 from .ids import NodeId
 from .plan import loaded_card, prompt_seconds
@@ -136,12 +136,8 @@ def expected_readers(
     best = planned(min(LONG_PROMPT, most))
     if index == len(forwards):
         return ExpectedReaders((), 0, "; ".join([planned(most).reason, *refusals]))
-    names = (
-        f"{view.node(each.node).name} ({layer_range(each.first_layer, each.end_layer)})"
-        for each in best.readers
-    )
     rows = forwards[index] * chunk
-    reason = f"from about {rows:,} tokens on {' and '.join(names)} too; {best.reason}"
+    reason = f"from about {rows:,} tokens on, {best.reason}"
     return ExpectedReaders(best.readers, rows, "; ".join([reason, *refusals]))
 
 

@@ -11,7 +11,7 @@ from itertools import accumulate
 from math import ceil
 from typing import TYPE_CHECKING, Final
 
-from .cluster import LinkFacts
+from .cluster import LinkFacts, layer_range
 from .cost import sane
 from .ids import NodeId
 
@@ -171,7 +171,10 @@ def plan_reading(
     for reader, count in best:
         layers.append(ReaderLayers(reader.node, first, first + count))
         first += count
-    who = " and ".join(names.get(each.node, each.node) for each in layers)
+    who = " and ".join(
+        f"{names.get(each.node, each.node)} ({layer_range(each.first_layer, each.end_layer)})"
+        for each in layers
+    )
     reason = f"with {who}: {left} tokens take {best_s:.1f} s, alone {alone_s:.1f} s"
     return ReadingPlan(tuple(layers), best_s, reason)
 

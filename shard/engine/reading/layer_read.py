@@ -34,6 +34,7 @@ class LayerRead:
     ) -> None:
         """`prefix`: the state after `begin.rows` rows, or None without any. Raises LoadFailed or
         one of `encoding.CONTENT_FAULTS`."""
+        views.check(begin.first_layer, begin.end_layer)
         self._views = views
         self._model: StageModel = views.part(begin.first_layer, begin.end_layer)
         self._form: LayerForm = views.form(begin.first_layer, begin.end_layer)

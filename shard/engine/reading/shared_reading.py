@@ -113,6 +113,7 @@ class SharedReading:
         self.state = state
         """The whole state; after rows that came back, but for own layers, which are ahead."""
         border = readers.layers[0].first
+        views.check(0, border)
         parts = [views.part(*layers) for layers in readers.layers]
         lower = views.part(0, border)
         self.target = LowerLayers(views, lower)

@@ -43,7 +43,8 @@ class LayerViews:
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._context_length = context_length
-        self._require_splittable = require_splittable
+        self.check: Callable[[int, int], None] = cache(require_splittable)
+        """Checks the layers that are computed here; other nodes check theirs. Raises likewise."""
         self.part: Callable[[int, int], StageModel] = cache(self._part)
         """The layers [first, end). Raises one of VIEW_FAULTS."""
         self.form: Callable[[int, int], LayerForm] = cache(self._form)
@@ -103,7 +104,6 @@ class LayerViews:
             return self._target.forward(as_row(ids), self._stage.make_caches(), want=want)
 
     def _part(self, first: int, end: int) -> StageModel:
-        self._require_splittable(first, end)
         stage = self._stage
         part = StageModel(stage.model, first, end, stage.kv, stage.rope_positions)
         if part.shares_caches:

@@ -159,7 +159,7 @@ def test_the_other_replica_reads_the_upper_layers_of_a_long_prompt() -> None:
         "b",
         4,
     ) and layers.first_layer == 2
-    assert route.read_reason.startswith("with b: 10000 tokens take ")
+    assert route.read_reason.startswith("with b (layers 2-3): 10000 tokens take ")
     alone = reading_of({P: long_prompt(), Q: long_prompt()}, rate=0.0)
     assert alone.readers == () and route.reading_s < 0.6 * alone.reading_s
 

@@ -33,7 +33,7 @@ from small import LAYERS, small_checkpoint, small_spec
 from zoo import VOCABULARY, tiny_config
 
 from exo_node.placement.config import hidden_size
-from exo_node.placement.errors import InvalidFrame, PeerLost
+from exo_node.placement.errors import InvalidFrame, LoadFailed, PeerLost
 from exo_node.shard.checkpoint import prefix_files
 from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.layer_engine import LayerEngine
@@ -158,6 +158,31 @@ def test_a_short_rest_is_read_alone() -> None:
     assert probabilities(got) == probabilities(answer(hybrid_engine(), asked(0, prompt)))
     assert "2 forwards over the rest of it are too few" in got.stats.read_reason
     assert (got.stats.read_by, readers.outcome.bytes) == ((), 0)
+
+
+@pytest.mark.parametrize("refuses", ["nobody", "mine", "reader"])
+def test_each_runner_checks_the_layers_that_it_computes_and_no_others(refuses: str) -> None:
+    """A check takes as long as some forwards, and a reader makes its own meanwhile."""
+    checks: dict[str, list[tuple[int, int]]] = {"mine": [], "reader": []}
+
+    def checked_engine(name: str) -> TextEngine:
+        def require(first: int, end: int) -> None:
+            checks[name].append((first, end))
+            if name == refuses:
+                raise LoadFailed("these layers are no stage")
+
+        return hybrid_engine(replace(hybrid(), require_splittable=require))
+
+    mine, reader = checked_engine("mine"), checked_engine("reader")
+    for seed in (1, 2):
+        readers = hybrid_readers(engine=reader)
+        prompt = words(CHUNK * 5, 10 + seed)
+        got = Drive(mine, asked(0, prompt), readers).finish()
+        assert probabilities(got) == probabilities(answer(hybrid_engine(), asked(0, prompt)))
+        alone = "" if refuses == "nobody" else "read alone: these layers are no stage"
+        assert readers.outcome.reason == alone
+    if refuses == "nobody":
+        assert checks == {"mine": [(0, 2)], "reader": [(2, 4)]}, "once each"
 
 
 # ------------------------------------------------------------------------------------- faults
