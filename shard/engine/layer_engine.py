@@ -16,8 +16,7 @@ from .executor import LocalExecutor
 from .options import EngineOptions
 from .reading.layer_read import Deliver, LayerRead
 from .reading.layer_rows import LayerForm
-from .reading.shared_reading import LowerLayers
-from .reading.views import LayerViews
+from .reading.views import LayerViews, PartReader
 from .request import Parameters, Request
 from .scheduler import Scheduler
 from .step_times import StepTimes
@@ -104,7 +103,7 @@ class LayerEngine:
             require_splittable=loaded.require_splittable,
         )
         # Each request computes by its `LayerRead`: no other forward is asked of the target.
-        target = cast("Target", LowerLayers(self._views, stage))
+        target = cast("Target", PartReader(stage, last_apart=False))
         self._executor = LocalExecutor(target, stage.make_caches, None, clock)
         scheduler = Scheduler(options.context_length, options.prefill_chunk)
         self._engine = Engine(self._executor, scheduler, clock, keeps_chunk=options.keeps_chunk)

@@ -7,22 +7,21 @@ from typing import Any
 import mlx.core as mx
 
 from ....mtp.caches.rollback import cache_arrays
-from ....mtp.seams import ForwardOutput, Want
+from ....mtp.seams import ForwardOutput
 from ....placement.errors import InvalidFrame
 from ....proto import peer_pb2 as pb
 from ...checkpoint.prefix_files import ReceivedPrefix, StoredTensor
-from ...model.stage_model import StageModel
 from ...model.tensors import from_bytes
 from ...pipeline.frames import HiddenBlock
 from ..states.state import State
 from .layer_rows import LayerForm, LayerParts, Wanted, content_of, extended
-from .views import LayerViews
+from .views import LayerViews, PartReader
 
 Deliver = Callable[[Mapping[str, Any], Mapping[str, StoredTensor]], None]
 """Takes description and tensors of what a forward added."""
 
 
-class LayerRead:
+class LayerRead(PartReader):
     """The layers [first, end) of one prompt. All methods run on the compute thread."""
 
     def __init__(
@@ -35,14 +34,14 @@ class LayerRead:
         """`prefix`: the state after `begin.rows` rows, or None without any. Raises LoadFailed or
         one of `encoding.CONTENT_FAULTS`."""
         views.check(begin.first_layer, begin.end_layer)
+        part = views.part(begin.first_layer, begin.end_layer)
+        super().__init__(part, last_apart=begin.last_apart)
         self._views = views
-        self._model: StageModel = views.part(begin.first_layer, begin.end_layer)
         self._form: LayerForm = views.form(begin.first_layer, begin.end_layer)
-        self._returns_hidden, self._last_apart = begin.hidden, begin.last_apart
+        self._returns_hidden = begin.hidden
         self._deliver = deliver
         self._blocks = deque[HiddenBlock]()
-        self.rope_positions = self._model.rope_positions
-        self.state = State(self._model.make_caches())
+        self.state = State(self._part.make_caches())
         if prefix is not None:
             self._restore(prefix, begin.rows)
 
@@ -68,16 +67,7 @@ class LayerRead:
             raise InvalidFrame("the ids of a forward are not the prompt's", param="hidden.tokens")
         self._blocks.append(block)
 
-    def forward(
-        self,
-        tokens: mx.array,
-        caches: Sequence[object],
-        *,
-        want: Want,
-        embeddings: mx.array | None = None,
-    ) -> ForwardOutput:
-        """Appends the next rows to its caches; lazy. A `PromptReader`'s."""
-        del want, embeddings
+    def entering(self) -> mx.array:
         block, positions = self._blocks[0], self.rope_positions
         if block.places:
             positions.at(mx.array(block.places, dtype=mx.int32).reshape(3, -1))
@@ -85,10 +75,7 @@ class LayerRead:
             positions.set_deltas([block.members[0].delta])
         positions.join(block.tokens)
         shape = (1, block.rows, self._views.hidden_size)
-        entering = from_bytes(block.data, self._views.dtype, shape)
-        apart = self._last_apart and block.reply == pb.REPLY_LAST
-        hidden = self._views.hidden(self._model, tokens[None], entering, caches, last_apart=apart)
-        return ForwardOutput(mx.zeros((0, 1)), hidden)
+        return from_bytes(block.data, self._views.dtype, shape)
 
     def commit(self, output: ForwardOutput) -> None:
         """Delivers what a computed forward added."""
@@ -103,7 +90,7 @@ class LayerRead:
     def _restore(self, prefix: ReceivedPrefix, rows: int) -> None:
         parts: LayerParts = self._form.read(prefix, Wanted(0, rows, True, 0))
         caches = self.state.caches
-        self.state = State(extended(caches, parts, self._model.make_caches(), rows), rows)
+        self.state = State(extended(caches, parts, self._part.make_caches(), rows), rows)
 
 
 def wanted_of(block: HiddenBlock, *, hidden: bool) -> Wanted:

@@ -22,7 +22,6 @@ from ....placement.errors import ExoNodeError
 from ....proto import peer_pb2 as pb
 from ...checkpoint.files import Buffer
 from ...checkpoint.prefix_files import pieces_of
-from ...model.stage_model import StageModel
 from ...model.tensors import require_finite, to_bytes
 from ...pipeline.frames import BlockMember, HiddenBlock
 from ..prefixes.borders import Borders
@@ -31,7 +30,7 @@ from ..states.state import DraftState, State
 from .layer_read import wanted_of
 from .layer_rows import CacheMark, Wanted, as_marked, content_of, extended
 from .link import Readers, ReadTrip
-from .views import LayerViews
+from .views import LayerViews, PartReader
 
 AHEAD: Final = 2
 """Forwards that may be under way beside one for each reader: so all have work, and few hidden
@@ -67,30 +66,6 @@ class _Mark(NamedTuple):
     draft_room: CacheMark | None
 
 
-class LowerLayers:
-    """The own layers, as `PrefillForward` computes them: hidden states, no logits."""
-
-    def __init__(self, views: LayerViews, model: StageModel) -> None:
-        self._views = views
-        self._model = model
-        self.rope_positions = model.rope_positions
-
-    def forward(
-        self,
-        tokens: mx.array,
-        caches: Sequence[object],
-        *,
-        want: Want,
-        embeddings: mx.array | None = None,
-    ) -> ForwardOutput:
-        """Appends ids (rows,) to its caches; lazy."""
-        apart = want == "last" and self._views.reads_last_apart
-        hidden = self._views.hidden(
-            self._model, tokens[None], None, caches, embeddings, last_apart=apart
-        )
-        return ForwardOutput(mx.zeros((0, 1)), hidden)
-
-
 class SharedReading:
     """All methods run on the compute thread."""
 
@@ -116,7 +91,7 @@ class SharedReading:
         views.check(0, border)
         parts = [views.part(*layers) for layers in readers.layers]
         lower = views.part(0, border)
-        self.target = LowerLayers(views, lower)
+        self.target = PartReader(lower, last_apart=views.reads_last_apart)
         self.is_closed = False
         """Whether it has ended, and nothing of it comes back."""
         self._end = border

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Final
+from typing import Final
 
 import mlx.core as mx
 
@@ -65,34 +65,6 @@ class LayerViews:
         """Numbers of a hidden state."""
         return self._hidden_size
 
-    def hidden(
-        self,
-        part: StageModel,
-        ids: mx.array,
-        entering: mx.array | None,
-        caches: Sequence[Any],
-        embeddings: mx.array | None = None,
-        *,
-        last_apart: bool,
-    ) -> mx.array:
-        """Appends ids (1, n) to the caches of a part, as the whole model would; lazy. `entering`
-        and `embeddings`: see `StageModel.hidden`. `last_apart`: whether the prompt ends with them,
-        and the whole model `reads_last_apart`."""
-        rows, is_text = ids.shape[1], part.rope_positions.places is None
-        if not (last_apart and rows > 1 and is_text):
-            return part.hidden(ids, entering, caches, embeddings, is_lazy=True)
-        outputs = [
-            part.hidden(
-                ids[:, some],
-                None if entering is None else entering[:, some],
-                caches,
-                None if embeddings is None else embeddings[:, some],
-                is_lazy=True,
-            )
-            for some in (slice(0, rows - 1), slice(rows - 1, rows))
-        ]
-        return mx.concatenate(outputs, axis=1)
-
     def output(self, ids: Sequence[int], hidden: mx.array, want: Want) -> ForwardOutput:
         """What the whole model's forward over a prompt gives, of its layers' `hidden` (1, n, H) of
         `ids`; lazy."""
@@ -113,3 +85,42 @@ class LayerViews:
     def _form(self, first: int, end: int) -> LayerForm:
         dtype = DTYPES[self._dtype]
         return LayerForm.of(self.part(first, end), self._hidden_size, dtype, self._context_length)
+
+
+class PartReader:
+    """Some layers as a `PromptReader`: they give hidden states and no logits."""
+
+    def __init__(self, part: StageModel, *, last_apart: bool) -> None:
+        """`last_apart`: whether the whole model reads a prompt's last row apart."""
+        self._part = part
+        self._last_apart = last_apart
+        self.rope_positions = part.rope_positions
+
+    def entering(self) -> mx.array | None:
+        """The hidden states (1, n, H) of the layers before, with the positions set; None if these
+        are the first ones."""
+        return None
+
+    def forward(
+        self,
+        tokens: mx.array,
+        caches: Sequence[object],
+        *,
+        want: Want,
+        embeddings: mx.array | None = None,
+    ) -> ForwardOutput:
+        """Appends ids (rows,) to its caches, as the whole model would; lazy."""
+        ids, entering, rows = tokens[None], self.entering(), len(tokens)
+        is_text = self.rope_positions.places is None
+        apart = self._last_apart and want == "last" and rows > 1 and is_text
+        outputs = [
+            self._part.hidden(
+                ids[:, some],
+                None if entering is None else entering[:, some],
+                caches,
+                None if embeddings is None else embeddings[:, some],
+                is_lazy=True,
+            )
+            for some in (slice(rows - apart), slice(rows - apart, rows))[: 1 + apart]
+        ]
+        return ForwardOutput(mx.zeros((0, 1)), mx.concatenate(outputs, axis=1))
