@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -207,7 +208,7 @@ def test_it_holds_where_a_block_is_drafted_at_once(k: int, draft: str, name: str
 
 @pytest.mark.parametrize(("k", "draft", "name"), [(2, "near", "cold"), (3, "another", "top_k")])
 def test_it_holds_where_drafts_of_a_block_follow_each_other(k: int, draft: str, name: str) -> None:
-    how = {"in_blocks": True, "follows": True}
+    how: dict[str, Any] = {"in_blocks": True, "follows": True}
     assert deviation(TARGET, DRAFTS[draft], k, WARM, **how) < SUSPICIOUS
     assert deviation(TARGET, DRAFTS[draft], k, FILTERS[name], runs_ahead=True, **how) < SUSPICIOUS
 
