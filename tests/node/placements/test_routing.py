@@ -1,7 +1,7 @@
 """Which replica a new answer is given, and why."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from small_planner import ONE, runner, runners
@@ -181,6 +181,13 @@ def test_it_reads_nothing_where_its_states_are_of_no_use(
     case = Case("", [], [wish(replicas=2)], runners=[*LOADED, *ELSEWHERE])
     route = admit(case.situation(reading_rate=1e9), case.desired[0], prefixes)
     assert route is not None and route.readers == ()
+
+
+def test_a_short_prompt_is_routed_as_without_readers() -> None:
+    short = pb.CachedPrefix(prompt_rows=200, key="k")
+    with_links, without = (reading_of({P: short, Q: short}, rate=rate) for rate in (1e9, 0.0))
+    assert replace(with_links, read_reason="") == without and without.readers == ()
+    assert with_links.read_reason.startswith("alone: ")
 
 
 def test_a_replica_of_another_kind_reads_where_both_allow_it() -> None:

@@ -5,6 +5,7 @@
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -32,16 +33,21 @@ from reading_together import Drive, LocalReaders, state_behind_prompt
 from small import LAYERS, small_checkpoint, small_spec
 from zoo import VOCABULARY, tiny_config
 
+from exo_node.mtp.targets import FamilyTarget
 from exo_node.placement.config import hidden_size
 from exo_node.placement.errors import InvalidFrame, LoadFailed, PeerLost
 from exo_node.shard.checkpoint import prefix_files
 from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.layer_engine import LayerEngine
 from exo_node.shard.engine.options import EngineOptions
+from exo_node.shard.engine.prefill_forward import PrefillForward
+from exo_node.shard.engine.prompt_readings import PromptReadings
 from exo_node.shard.engine.reading.link import LayerRange
-from exo_node.shard.engine.reading.shared_reading import AHEAD
+from exo_node.shard.engine.reading.shared_reading import AHEAD, SharedReading
+from exo_node.shard.engine.reading.views import LayerViews
 from exo_node.shard.engine.request import Parameters
 from exo_node.shard.model.stage_limits import StageLimits
+from exo_node.shard.model.stage_model import StageModel
 
 PROMPT = [*turn(300, 1), *words(CHUNK * 4 + 7, 2)]
 UPPER = (LayerRange(2, 4),)
@@ -158,6 +164,40 @@ def test_a_short_rest_is_read_alone() -> None:
     assert probabilities(got) == probabilities(answer(hybrid_engine(), asked(0, prompt)))
     assert "2 forwards over the rest of it are too few" in got.stats.read_reason
     assert (got.stats.read_by, readers.outcome.bytes) == ((), 0)
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_short_prompt_costs_the_same_work_with_readers_and_without(
+    k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same forwards; nothing is sent, and no layers are cut or checked."""
+    work = Counter[str]()
+
+    def counted(owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def count(*args: Any, **parts: Any) -> Any:
+            work[f"{owner.__name__}.{name}"] += 1
+            return method(*args, **parts)
+
+        monkeypatch.setattr(owner, name, count)
+
+    for owner, name in (
+        (PrefillForward, "__init__"), (SharedReading, "__init__"), (LocalReaders, "open"),
+        (LocalReaders, "send"), (LayerViews, "_part"), (FamilyTarget, "forward"),
+        (StageModel, "hidden"), (PromptReadings, "send"),
+    ):  # fmt: skip
+        counted(owner, name)
+    prompt, both = words(CHUNK * 2, 4), list[Counter[str]]()
+    for readers in (None, hybrid_readers()):
+        engine = hybrid_engine()
+        work.clear()
+        _ = Drive(engine, asked(k, prompt), readers).finish()
+        both.append(Counter(work))
+    assert both[0] == both[1] and both[0]["PrefillForward.__init__"] == 2
+    work.clear()
+    _ = Drive(hybrid_engine(), asked(k), hybrid_readers()).finish()
+    assert work["LocalReaders.send"] and work["PromptReadings.send"], "a long one has readers"
 
 
 @pytest.mark.parametrize("refuses", ["nobody", "mine", "reader"])
