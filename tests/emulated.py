@@ -5,6 +5,7 @@ Outputs start as NaN, so that missing writes show.
 
 import hashlib
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -137,7 +138,8 @@ def _program(
 def _programs() -> Path:
     """Where programs are built, once for all sessions on a machine: the emulator in advance.
 
-    Another emulator, compiler or option has another folder; a program's name is its text's hash.
+    Another emulator, compiler or option has another folder; a program's name is the hash of its
+    text and of the files that this includes by their paths.
     """
     version = subprocess.run(["g++", "--version"], capture_output=True, check=True).stdout
     made_by = hashlib.sha256(version + repr(_OPTIONS).encode() + EMULATOR.read_bytes()).hexdigest()
@@ -158,7 +160,10 @@ def _programs() -> Path:
 
 def built(text: str) -> Path:
     """The program of a text that includes the emulator, compiled once on a machine."""
-    program = _programs() / hashlib.sha256(text.encode()).hexdigest()
+    digest = hashlib.sha256(text.encode())
+    for path in re.findall(r'#include "(/[^"]+)"', text):
+        digest.update(Path(path).read_bytes())
+    program = _programs() / digest.hexdigest()
     if not program.exists():
         folder = Path(tempfile.mkdtemp(dir=program.parent))
         _ = (folder / "kernel.cpp").write_text(text)

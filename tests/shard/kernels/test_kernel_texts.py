@@ -3,11 +3,12 @@
 `make test-gpu` runs these where MLX computes on an NVIDIA GPU, at the sizes of real models.
 """
 
+import subprocess
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from emulated import use
+from emulated import built, compiler, use
 from kernel_cases import delta_case, product_case
 
 from exo_node.mtp.caches.rollback import RowChoice, kept_row_index
@@ -111,3 +112,14 @@ def test_a_products_rows_are_right_and_do_not_depend_on_their_number(
     assert relative_error(expected, whole) <= TOLERANCE[weights.dtype]
     for rows in (1, 3, 9, 17):
         assert mx.array_equal(kernel(x[:, :rows], layer), whole[:, :rows]).item()
+
+
+def test_a_kernel_that_changed_is_compiled_again(tmp_path: Path) -> None:
+    if compiler() is None:
+        pytest.skip("the emulator needs g++")
+    file = tmp_path / "kernel.cuh"
+    programs = list[Path]()
+    for status in (3, 4):
+        _ = file.write_text(f"constexpr int STATUS = {status};\n")
+        programs.append(built(f'#include "{file}"\nint main() {{ return STATUS; }}\n'))
+    assert [subprocess.run([program]).returncode for program in programs] == [3, 4]
