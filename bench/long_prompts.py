@@ -110,10 +110,9 @@ def _kill(options: argparse.Namespace) -> int:
                 wrong = got["choice"]["token_ids"] != expected["choice"]["token_ids"]
                 faults += wrong
                 stats = got["stats"]
-                answering = got["stats"]["placement"]["stages"][0]["node"]
-                hit = "after its end" if target is None else f"{how.name} of a reader"
-                if target is not None and target["node"] == answering:
-                    hit = f"{how.name} of the answering one"
+                # Whoever answered at its end may be another than whoever was struck.
+                struck = "the answering one" if stats["resumes"] else "a reader"
+                hit = "after its end" if target is None else f"{how.name} of {struck}"
                 print(
                     f"{number}: {hit}, {gaps[-1]:+.1f} s, {stats['resumes']} resumed, "
                     f"{stats['read_reason'] or 'no reader'}{'; OTHER IDS' if wrong else ''}",
