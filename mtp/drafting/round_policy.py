@@ -136,6 +136,7 @@ class RoundPolicy:
         self._removal: Mapping[int, float] = {}
         """Seconds to remove rejected rows of a copy, by its length, in plain rounds."""
         self._searches = dict[int, _Search]()
+        self._has_woken = False
 
     def allow(
         self, lengths: Sequence[int], ratios: Mapping[int, float], removal: Mapping[int, float]
@@ -204,8 +205,14 @@ class RoundPolicy:
         return settled and self._nearest_k(size_bucket(size)) == 0
 
     def record_wake(self, rows: int, seconds: float) -> None:
-        """Records that the head took `seconds` to read `rows` waiting rows."""
-        self.costs.row_seconds = seconds / rows
+        """Records that the head took `seconds` to read `rows` waiting rows.
+
+        The first time does not count, and of others the quickest: kernels for so many rows may be
+        compiled in it, and a head that seems slow to wake is not woken again.
+        """
+        if self._has_woken:
+            self.costs.row_seconds = min(self.costs.row_seconds or inf, seconds / rows)
+        self._has_woken = True
 
     def rates(
         self, offers: Sequence[Offer], position: int, most: int, least: int = 0, more: float = 0.0

@@ -428,7 +428,8 @@ def test_rounds_that_requests_share_have_a_limited_number_of_rows() -> None:
 def test_a_head_that_must_read_many_rows_first_is_woken_only_where_that_pays() -> None:
     policy, offers = RoundPolicy(), several(4, SURE, 1)
     assert played(policy, offers, lambda k: 1 + 2 * k, 40)[-1] == 0
-    policy.record_wake(100, 10.0)
+    for _ in range(2):
+        policy.record_wake(100, 10.0)
     policy.costs.begin_trial(Form.of(4, 0, 1, 1))
     for _ in range(2):
         measure(policy.costs, 1, 1.1, 4)  # now a draft costs little more than its rows
@@ -436,12 +437,21 @@ def test_a_head_that_must_read_many_rows_first_is_woken_only_where_that_pays() -
     assert policy.choose(offers, unread=10).k == 1
 
 
+def test_a_wake_that_compiled_does_not_let_the_head_rest_for_ever() -> None:
+    policy, offers = RoundPolicy(), several(8, SURE, 1)
+    assert played(policy, offers, lambda k: 1 + 0.1 * k, 40)[-1] == 1
+    for seconds in (60.0, 0.1, 60.0):
+        policy.record_wake(100, seconds)
+        assert policy.choose(offers, unread=200).k == 1, seconds
+
+
 @pytest.mark.parametrize("unread", [0, 1000])
 def test_trials_of_what_does_not_pay_take_a_small_share_of_the_time(unread: int) -> None:
     """The head's reading before them is a part of the cost."""
     policy, offers = RoundPolicy(), several(8, POOR)
     _ = played(policy, offers, lambda k: 1 + 3 * k, 3 * TRIAL_ROUNDS)
-    policy.record_wake(100, 1.0)
+    for _ in range(2):
+        policy.record_wake(100, 1.0)
     ks = played(policy, offers, lambda k: 1 + 3 * k, 40 * TRIAL_EVERY, unread)
     drafted = len(ks) - ks.count(0)
     assert 0 < drafted <= 3 * TRIAL_ROUNDS
