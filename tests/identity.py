@@ -171,7 +171,7 @@ class Subject:
         if case.k == 0:
             return None
         if case.kind == "head":
-            return self.engine.drafting.model()
+            return self.engine.drafting.model
         shift = 0 if case.kind == "perfect" else 1
         return scripted(case.length, self.reference(case.length), shift)
 
