@@ -97,7 +97,7 @@ class ModelList:
         return self._generator(record).depth_reason
 
     def drafter_kind(self, record: LoadedPlacement) -> str:
-        """What drafts at present, of a head and a drafter; empty before its runner reported it."""
+        """Of a head and a drafter the one that drafts; empty before its runner reported it."""
         return self._generator(record).drafter_kind
 
     def speed(self, record: LoadedPlacement) -> Speed | None:

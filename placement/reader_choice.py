@@ -98,17 +98,17 @@ class ExpectedReaders:
     """The readers that prompts of a placement would have, if nothing else were under way."""
 
     readers: tuple[ReaderLayers, ...]
-    """Of a prompt of LONG_PROMPT rows, or of the context if that is shorter."""
+    """The readers of a prompt of LONG_PROMPT rows, or of the context if that is shorter."""
     rows: int
     """The shortest prompt that others read too; 0 if none is."""
     reason: str
-    """For a person."""
+    """The reason for it, in words."""
 
 
 def expected_readers(
     card: "ModelCard", placement: "Placement", view: ClusterView, copies: Set[NodeId]
 ) -> ExpectedReaders:
-    """Who would read prompts of a placement. `copies`: the nodes that hold the whole model."""
+    """The nodes that would read prompts of a placement. `copies`: those with the whole model."""
     answering = placement.stages[0].node
     if len(placement.stages) > 1 or card.embeds:
         why = "an embedder's inputs are short" if card.embeds else "its stages read them in turn"

@@ -68,17 +68,17 @@ class ReaderNode:
 
 @dataclass(frozen=True, slots=True)
 class ReadingSizes:
-    """What one model's prompts take."""
+    """The sizes of one model that decide what reading a prompt takes."""
 
     layers: int
     chunk: int
     """Rows of a forward."""
     row_bytes: float
-    """Of a mean layer's cache, for a row."""
+    """Bytes that a row adds to a mean layer's cache."""
     hidden_bytes: int
-    """Of a row."""
+    """Bytes of a row's hidden state."""
     state_bytes: float
-    """Of a mean layer's state that is not divided by rows."""
+    """Bytes of a mean layer's state that is not divided by rows."""
     drafts: bool = True
     """Whether the hidden states of all rows return for the draft head."""
 
@@ -106,18 +106,18 @@ class ReaderLayers:
 
 @dataclass(frozen=True, slots=True)
 class ReadingPlan:
-    """Who reads a prompt."""
+    """The nodes that read a prompt, and the reason."""
 
     readers: tuple[ReaderLayers, ...]
     """In the order of their layers; empty if the answering node reads alone."""
     seconds: float
-    """As it is expected."""
+    """The seconds that reading is expected to take."""
     reason: str
-    """For a person."""
+    """The reason for it, in words."""
 
 
 ALONE: Final = ReadingPlan((), 0.0, "")
-"""Where no other node may read."""
+"""The plan where no other node may read."""
 
 
 def reader_of(

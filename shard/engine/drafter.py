@@ -46,7 +46,7 @@ class DraftModel(NamedTuple):
     make_cache: Callable[[], RowCache] = KVCache
     """The head's cache without rows."""
     block: Callable[[mx.array, int, Any], mx.array] | None = None
-    """What drafts in place of more rows of the head: its output (B, 1, H) at the last row, k, and
+    """Drafts in place of more rows of the head: its output (B, 1, H) at the last row, k, and
     its cache, which stays as it is -> (B, k, H). None for a head that drafts row by row."""
     follow: Callable[[mx.array, mx.array, mx.array], mx.array] | None = None
     """The logits of a draft after another one: its output (B, 1, H), its own logits (B, V), and the
@@ -69,7 +69,7 @@ class DraftModel(NamedTuple):
     def each_of(
         cls, family: Family | None, head: Head | None, vocabulary: int = 0
     ) -> "dict[DrafterKind, DraftModel]":
-        """Those of which one drafts at a time, over the same rows; the named drafter first."""
+        """The drafters of which one drafts at a time, over the same rows; the named one first."""
         if isinstance(head, DraftPair):
             logits, pair = draft_logits(head.family, head.head, vocabulary), head
 

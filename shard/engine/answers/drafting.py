@@ -42,7 +42,7 @@ class DraftControl:
         # A card may name more ids than this checkpoint has: then all ids may be drafted.
         drafted = options.draft_vocabulary
         self.models = DraftModel.each_of(family, head, drafted if drafted < vocabulary else 0)
-        """What may draft, of which one does at a time."""
+        """The drafters, of which one drafts at a time."""
         kinds: list[DrafterKind] = [*self.models] or ["native_mtp"]
         self.comparison = DrafterComparison(kinds[0])
         self.profiles: dict[DrafterKind, DraftProfile] = {
@@ -140,12 +140,12 @@ class DraftControl:
 
     @property
     def kind(self) -> DrafterKind:
-        """What drafts now where a request drafts by more than copies."""
+        """The drafter at present, where a request drafts by more than copies."""
         return self.comparison.kind
 
     @property
     def profile(self) -> DraftProfile:
-        """The costs and the acceptance of what drafts now."""
+        """The costs and the acceptance of the drafter at present."""
         return self.profiles[self.kind]
 
     @property
@@ -155,7 +155,7 @@ class DraftControl:
 
     @property
     def model(self) -> DraftModel | None:
-        """What drafts now, with the parts that it shares with the target; None without a head."""
+        """The drafter at present, with the parts that it shares with the target; None if none."""
         return self.models.get(self.kind)
 
     def choose_drafter(self) -> None:
