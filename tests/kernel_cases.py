@@ -60,7 +60,6 @@ def delta_case(sizes: Sizes, *, batch: int, rows: int) -> DeltaCase:
         mx.random.uniform(0, 2, (hv,)),
         normal(hv),
         mx.random.uniform(0.5, 1.5, (d,)).astype(sizes.dtype),
-        mx.array([1e-6]),
     )
     inputs = (
         normal(batch, rows, channels),

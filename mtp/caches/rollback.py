@@ -45,7 +45,8 @@ def rows_of_each(window: mx.array, first: mx.array, count: int) -> mx.array:
 
 def kept_row_index(rows: mx.array) -> mx.array:
     """`RowChoice.at`, (2, B), if each request keeps `rows` (B,) of the last forward."""
-    return mx.stack([rows - 1, rows]).astype(mx.int32)
+    # A view of three rows: see `counts_array`.
+    return mx.stack([rows - 1, rows, rows]).astype(mx.int32)[:2]
 
 
 Restore = Callable[[int], list[mx.array | None]]

@@ -157,9 +157,8 @@ __device__ __forceinline__ void attend(const T* q, const T* keys, const T* value
       for (int e = 0; e < 2; ++e)
 #pragma unroll
         for (int j = 0; j < 8; j += 4)
-          *reinterpret_cast<float4*>(to + (2 * t + e) * 8 + j) =
-              make_float4(out[j][half * 2 + e], out[j + 1][half * 2 + e],
-                          out[j + 2][half * 2 + e], out[j + 3][half * 2 + e]);
+          store16(to + (2 * t + e) * 8 + j, out[j][half * 2 + e], out[j + 1][half * 2 + e],
+                  out[j + 2][half * 2 + e], out[j + 3][half * 2 + e]);
     }
     __syncthreads();
   }

@@ -66,9 +66,15 @@ class CudaKernel:
         self._by_mlx: Any = None
 
     def __call__(
-        self, arrays: Sequence[mx.array], blocks: Grid, threads: int, results: Results
+        self,
+        arrays: Sequence[mx.array],
+        blocks: Grid,
+        threads: int,
+        results: Results,
+        shared: int | None = None,
     ) -> list[mx.array]:
-        """Launches the kernel; `results`: shape and dtype of each output.
+        """Launches the kernel; `results`: shape and dtype of each output; `shared`: the bytes of
+        shared memory, at most and by default those that the kernel was made for.
 
         Lazy: evaluating the outputs raises RuntimeError if the launch fails. Dtypes and numbers of
         axes must be those of the first call; checking them would cost, and launches bound a step.
@@ -88,7 +94,7 @@ class CudaKernel:
             scalars=[size for i in self._shaped for size in arrays[i].shape],
             grid=(blocks[0] * threads, blocks[1], blocks[2]),
             threadgroup=(threads, 1, 1),
-            shared_memory=self._shared,
+            shared_memory=self._shared if shared is None else shared,
             ensure_row_contiguous=True,
         )
 

@@ -28,8 +28,7 @@ __device__ __forceinline__ void store_state(const float (&st)[2][16], float* s, 
 #pragma unroll
     for (int e = 0; e < 16; e += 4) {
       const int k = e / 4 * (D / 4) + 4 * j;
-      *reinterpret_cast<float4*>(s + (row + r) * D + k) =
-          make_float4(st[r][e], st[r][e + 1], st[r][e + 2], st[r][e + 3]);
+      store16(s + (row + r) * D + k, st[r][e], st[r][e + 1], st[r][e + 2], st[r][e + 3]);
     }
 }
 

@@ -9,17 +9,18 @@ from mlx_lm.models.gated_delta import compute_g, gated_delta_ops
 from ...mtp.families.taped_gated_delta import start_rows
 from .cuda import TYPES, CudaKernel
 
-_IN = ("qkv", "z", "b", "a", "before", "kernel", "a_log", "dt_bias", "norm", "state", "eps", "at")
+_IN = ("qkv", "z", "b", "a", "before", "kernel", "a_log", "dt_bias", "norm", "state", "at")
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes that a kernel is compiled for: heads of q and k, heads of v, numbers of a head."""
+    """A kernel's constants: heads of q and k, heads of v, numbers of a head, and the norm's eps."""
 
     k_heads: int
     v_heads: int
     size: int
     dtype: mx.Dtype
+    eps: float = 1e-6
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("mlx.core.")
@@ -28,16 +29,15 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class DeltaParameters:
-    """The parameters of a layer between its projections; `a_log` and `eps` (1,) in float32."""
+    """The parameters of a layer between its projections; `a_log` in float32."""
 
     kernel: mx.array
     a_log: mx.array
     dt_bias: mx.array
     norm: mx.array
-    eps: mx.array
 
     def arrays(self, state: mx.array) -> tuple[mx.array, ...]:
-        return self.kernel, self.a_log, self.dt_bias, self.norm, state, self.eps
+        return self.kernel, self.a_log, self.dt_bias, self.norm, state
 
 
 class GatedDelta:
@@ -47,10 +47,11 @@ class GatedDelta:
         self._sizes = sizes
         size, type_name = sizes.size, TYPES[sizes.dtype]
         label = f"{size}_{type_name}"
+        eps = f"{sizes.eps!r}f"
         self._rows = CudaKernel(
-            f"gated_delta_rows_{label}",
+            f"gated_delta_rows_{label}_{eps.replace('-', '_').replace('.', '_')}",
             f"exo::layer_rows<{size}>(qkv, z, b, a, before, kernel, a_log, dt_bias, norm, state, "
-            "at, y, window, states, eps[0], qkv_shape[0], qkv_shape[1], "
+            f"at, y, window, states, {eps}, qkv_shape[0], qkv_shape[1], "
             f"(qkv_shape[2] / {size} - z_shape[2]) / 2, z_shape[2], before_shape[1])",
             _IN,
             ("y", "window", "states"),

@@ -62,7 +62,7 @@ def _choose_recurrences(modules: Sequence[nn.Module], clock: Clock) -> list[Kern
         if not isinstance(m, TapedGatedDelta) or not m.takes_kernel:
             return None
         heads, dtype = (m.num_k_heads, m.num_v_heads, m.head_k_dim), m.conv1d.weight.dtype
-        return gated_delta.Sizes(*heads, dtype), m.head_v_dim, m.conv_kernel_size
+        return gated_delta.Sizes(*heads, dtype, m.norm.eps), m.head_v_dim, m.conv_kernel_size
 
     groups = group_modules(modules, kind)
     return [_choose_recurrence(*key, layers, clock) for key, layers in groups.items()]
@@ -87,10 +87,9 @@ def _choose_recurrence(
 
 
 def _parameters_of(module: Any) -> gated_delta.DeltaParameters:
-    a_log, eps = module.A_log.astype(mx.float32), mx.array([module.norm.eps], dtype=mx.float32)
-    kernel = mx.contiguous(module.conv1d.weight)
-    mx.eval(a_log, eps, kernel)
-    return gated_delta.DeltaParameters(kernel, a_log, module.dt_bias, module.norm.weight, eps)
+    a_log, kernel = module.A_log.astype(mx.float32), mx.contiguous(module.conv1d.weight)
+    mx.eval(a_log, kernel)
+    return gated_delta.DeltaParameters(kernel, a_log, module.dt_bias, module.norm.weight)
 
 
 def _recurrence_runs(

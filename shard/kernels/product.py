@@ -6,7 +6,7 @@ steps, and up to seven rows its product for 4-bit weights costs as much as singl
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final, Protocol, cast
 
@@ -20,6 +20,11 @@ MAX_ROWS = 64
 """The most rows of one forward, all sequences of a batch together."""
 _WARPS = 8
 _STAGES = 2
+_HALF_THE_WARPS: Final = range(4096, 8192 + 1)
+"""Sizes of rows that four warps share evenly. The bits of a product follow from its warps, so these
+follow from the size of a row alone: neither rows of x nor what a launch computes changes them."""
+_MANY_FEATURES: Final = 12_288
+"""From here on blocks of twice the features still occupy a GPU."""
 
 
 class Product(Protocol):
@@ -79,14 +84,36 @@ class Storage:
         """Numbers in 128 bytes of a row: what a warp takes at a time."""
         return 1024 // self.bits
 
-    def warps(self, inputs: int) -> int:
-        """Warps of a block: a function of the size of a row, never of the number of rows of x."""
-        return max(w for w in (1, 2, 4, _WARPS) if w == 1 or w <= inputs // self.step)
+    def cut(self, call: str, rows: int, features: int, inputs: int) -> "Cut":
+        """How a product is cut: what was fastest for the 27B's sizes on an H200."""
+        experts, gated = call.startswith("experts"), "gated" in call
+        four = inputs in _HALF_THE_WARPS and not experts
+        most = min(4 if four else _WARPS, inputs // self.step)
+        warps = max(w for w in (1, 2, 4, 8) if w <= max(1, most))
+        tiles = 1 if experts or rows <= (8 if four else 16) else 2 if rows <= 16 else 4
+        many = tiles == 4 or (tiles == 1 and four and features >= _MANY_FEATURES)
+        in_ring = four and rows <= (8 if gated else 4)
+        return Cut(warps, tiles, 2 if many and not gated else 1, rows if in_ring else 0)
 
-    def shared_bytes(self, warps: int, tiles: int, tall: int) -> int:
-        words = 1 if self.bits == 4 and self.group == 32 else 2
-        row = (144 if words == 1 else 160) + 4 * max(2, self.step // self.group)
-        return max(warps * _STAGES * 16 * tall * row, warps * tiles * 8 * 16 * tall * 4)
+    def shared_bytes(self, cut: "Cut", matrices: int) -> int:
+        """Bytes of a block's shared memory: the ring of each warp, later the sums of all."""
+        chunks = 2 if self.bits == 4 and self.group > 32 else 1  # of 16 bytes of x, a lane a unit
+        row = (160 if chunks == 2 else 144) + 4 * max(2, self.step // self.group)
+        x_row = 2 * self.step + (16 if chunks == 2 else 64)
+        tall = 16 * cut.wide * matrices
+        ring = cut.warps * _STAGES * (tall * row + cut.ring_rows * x_row)
+        return max(ring, cut.warps * cut.tiles * 8 * tall * 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a product is cut into blocks: see `Cut` in quantized.cuh."""
+
+    warps: int
+    tiles: int
+    wide: int
+    ring_rows: int
+    """The rows of x that travel with the weights: all, or none."""
 
 
 class QuantizedProduct:
@@ -98,27 +125,31 @@ class QuantizedProduct:
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self._dtype = storage.dtype
-        self._kernels: dict[tuple[str, int, int, int], tuple[CudaKernel, int]] = {}
+        self._kernels: dict[tuple[str, int, int, int, int], tuple[CudaKernel, Cut, int]] = {}
 
-    def _kernel(self, call: str, tiles: int, inputs: int, outputs: int) -> tuple[CudaKernel, int]:
-        """The kernel, and the threads of its blocks."""
-        key = (call, tiles, inputs, outputs)
-        if (kernel := self._kernels.get(key)) is None:
-            warps = self.storage.warps(inputs)
-            kernel = _quantized(self.storage, call, tiles, warps, outputs), 32 * warps
-            self._kernels[key] = kernel
-        return kernel
+    def _kernel(
+        self, call: str, rows: int, features: int, inputs: int, outputs: int
+    ) -> tuple[CudaKernel, Cut, int]:
+        """The kernel, its cut and the bytes of its shared memory."""
+        key = (call, rows, features, inputs, outputs)
+        if (found := self._kernels.get(key)) is None:
+            cut, matrices = self.storage.cut(call, rows, features, inputs), 1 + ("gated" in call)
+            most = replace(cut, ring_rows=8 * (cut.ring_rows > 0))
+            kernel = _quantized(self.storage, call, most, outputs)
+            found = kernel, cut, self.storage.shared_bytes(cut, matrices)
+            self._kernels[key] = found
+        return found
 
     def _product(self, call: str, x: mx.array, arrays: list[mx.array], features: int) -> mx.array:
         *before, inputs = x.shape
         rows = math.prod(before)
-        tiles = tiles_of(rows)
-        kernel, threads = self._kernel(call, tiles, inputs, 1)
+        kernel, cut, shared = self._kernel(call, rows, features, inputs, 1)
         return kernel(
             [as_rows(x), *arrays],
-            (-(-rows // (8 * tiles)), -(-features // 16), 1),
-            threads,
+            (-(-rows // (8 * cut.tiles)), -(-features // (16 * cut.wide)), 1),
+            32 * cut.warps,
             [((*before, features), self._dtype)],
+            shared,
         )[0]
 
     def __call__(self, x: mx.array, layer: Any, added: mx.array | None = None) -> mx.array:
@@ -139,15 +170,16 @@ class QuantizedProduct:
         """The products with each of `layers`, in one launch."""
         *before, inputs = x.shape
         rows = math.prod(before)
-        tiles = tiles_of(rows)
         weights = [_arrays(layer) for layer in layers]
         features = [arrays[0].shape[0] for arrays in weights]
-        kernel, threads = self._kernel("several", tiles, inputs, len(layers))
+        kernel, cut, shared = self._kernel("several", rows, sum(features), inputs, len(layers))
+        each = 16 * cut.wide
         return kernel(
             [as_rows(x), *(array for arrays in weights for array in arrays)],
-            (-(-rows // (8 * tiles)), sum(-(-each // 16) for each in features), 1),
-            threads,
-            [((*before, each), self._dtype) for each in features],
+            (-(-rows // (8 * cut.tiles)), sum(-(-wide // each) for wide in features), 1),
+            32 * cut.warps,
+            [((*before, wide), self._dtype) for wide in features],
+            shared,
         )
 
     def experts(self, x: mx.array, layer: Any, chosen: mx.array) -> mx.array:
@@ -162,18 +194,14 @@ class QuantizedProduct:
         self, call: str, x: mx.array, arrays: list[mx.array], chosen: mx.array
     ) -> mx.array:
         features, shape = arrays[0].shape[1], chosen.shape
-        kernel, threads = self._kernel(call, 1, x.shape[-1], 1)
+        kernel, cut, shared = self._kernel(call, 1, features, x.shape[-1], 1)
         return kernel(
             [as_rows(x), *arrays, chosen.reshape(-1)],
             (math.prod(shape), -(-features // 16), 1),
-            threads,
+            32 * cut.warps,
             [((*shape, features), self._dtype)],
+            shared,
         )[0]
-
-
-def tiles_of(rows: int) -> int:
-    """Tiles of 8 rows that a block computes each time it unpacks the weights."""
-    return 1 if rows <= 8 else 2 if rows <= 16 else 4
 
 
 def as_rows(x: mx.array) -> mx.array:
@@ -199,12 +227,12 @@ def _dense(dtype: mx.Dtype, tiles: int) -> CudaKernel:
 
 _W, _GATE, _UP = (("w", "s", "b"), ("gw", "gs", "gb"), ("uw", "us", "ub"))
 _CALLS: Final = {
-    "product": "quantized<{of}, false>(x, {{w, s, b}}, x, y, {sizes})",
-    "added": "quantized<{of}, true>(x, {{w, s, b}}, added, y, {sizes})",
-    "gated": "quantized_gated<{of}>(x, {{gw, gs, gb}}, {{uw, us, ub}}, y, {sizes})",
-    "experts": "experts<{of}>(x, {{w, s, b}}, chosen, y, {sizes})",
-    "experts_gated": ("experts_gated<{of}>(x, {{gw, gs, gb}}, {{uw, us, ub}}, chosen, y, {sizes})"),
-    "several": "several<{of}>(x, from, y, features, shared, {rows}, x_shape[2])",
+    "product": "quantized<{cut}, false>(x, {{w, s, b}}, x, y, {sizes})",
+    "added": "quantized<{cut}, true>(x, {{w, s, b}}, added, y, {sizes})",
+    "gated": "quantized_gated<{cut}>(x, {{gw, gs, gb}}, {{uw, us, ub}}, y, {sizes})",
+    "experts": "experts<{cut}>(x, {{w, s, b}}, chosen, y, {sizes})",
+    "experts_gated": "experts_gated<{cut}>(x, {{gw, gs, gb}}, {{uw, us, ub}}, chosen, y, {sizes})",
+    "several": "several<{cut}>(x, from, y, features, shared, {rows}, x_shape[2])",
 }
 _INPUTS: Final[dict[str, tuple[str, ...]]] = {
     "product": _W,
@@ -216,27 +244,27 @@ _INPUTS: Final[dict[str, tuple[str, ...]]] = {
 
 
 @cache
-def _quantized(storage: Storage, call: str, tiles: int, warps: int, outputs: int) -> CudaKernel:
-    experts, tall = call.startswith("experts"), 2 if "gated" in call else 1
-    lanes = f"{warps}" if experts else f"{tiles}, {warps}"
-    weight = "gw" if tall == 2 else "w"
+def _quantized(storage: Storage, call: str, cut: Cut, outputs: int) -> CudaKernel:
+    experts, matrices = call.startswith("experts"), 1 + ("gated" in call)
+    weight = "gw" if matrices == 2 else "w"
     rows = f"chosen_shape[0] / ({_ROWS})" if experts else _ROWS
+    numbers = [storage.bits, storage.group, cut.tiles, cut.wide, cut.warps, int(cut.ring_rows > 0)]
     text = _CALLS[call].format(
-        of=f"{storage.bits}, {storage.group}, {lanes}, {_STAGES}",
+        cut=f"exo::Cut<{', '.join(map(str, numbers))}>",
         sizes=f"shared, {rows}, {weight}_shape[{int(experts)}], x_shape[2]",
         rows=_ROWS,
     )
     inputs, results, before = _INPUTS.get(call, ()), ("y",), ""
     if call == "several":
         before, inputs, results = _several_arrays(outputs, TYPES[storage.dtype])
-    name = f"{call}_{TYPES[storage.dtype]}_{storage.bits}_{storage.group}_{tiles}_{warps}_{outputs}"
+    name = "_".join(map(str, (call, TYPES[storage.dtype], *numbers, outputs)))
     return CudaKernel(
         name,
         f"{before}exo::{text}",
         ("x", *inputs),
         results,
         file="quantized.cuh",
-        shared_bytes=storage.shared_bytes(warps, tiles, tall),
+        shared_bytes=storage.shared_bytes(cut, matrices),
     )
 
 

@@ -11,6 +11,7 @@ from mlx import nn
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
+from ...mtp.caches.positions import counts_array
 from ...mtp.placed_rope import PlacedRope, is_in_three
 from .cuda import TYPES, CudaKernel
 from .product import JointProducts
@@ -197,7 +198,7 @@ class KernelAttention(Qwen3NextAttention):
 @lru_cache(maxsize=64)
 def positions(first: int, batch: int) -> mx.array:
     """The positions of a step, (batch,); one array for all of its layers."""
-    array = mx.array([first] * batch, dtype=mx.int32)
+    array = counts_array([first] * batch)
     mx.eval(array)
     return array
 

@@ -97,6 +97,7 @@ inline void copy_later(void* to, const void* from, int bytes) {
   memset(to, 0xff, bytes);
 }
 inline void copy16(void* to, const void* from) { copy_later(to, from, 16); }
+inline void copy16_cached(void* to, const void* from) { copy_later(to, from, 16); }
 inline void copy8(void* to, const void* from) { copy_later(to, from, 8); }
 inline void copy4(void* to, const void* from) { copy_later(to, from, 4); }
 inline void copies_end() { copies[now].emplace_back(); }
@@ -134,6 +135,15 @@ void mma(T, float* c, const unsigned* a, unsigned b0, unsigned b1) {  // m16n8k1
     c[i] = (float)sum;
   }
   __syncwarp();
+}
+template <class T>
+void mma_first(T kind, float* c, const unsigned* a, unsigned b0, unsigned b1) {
+  for (int i = 0; i < 4; ++i) c[i] = 0.0f;
+  mma(kind, c, a, b0, b1);
+}
+inline void store16(float* to, float a, float b, float c, float d) {
+  if ((uintptr_t)to % 16) { puts("misaligned store"); exit(3); }
+  to[0] = a; to[1] = b; to[2] = c; to[3] = d;
 }
 inline unsigned nibbles_or(unsigned u, unsigned o) { return (u & 0x000f000fu) | o; }
 inline unsigned permute(unsigned a, unsigned b, unsigned s) {

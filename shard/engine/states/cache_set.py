@@ -18,7 +18,7 @@ from ....mtp.caches.batch_caches import (
     left_aligned,
 )
 from ....mtp.caches.batch_slots import SOON, Change
-from ....mtp.caches.positions import Positions
+from ....mtp.caches.positions import Positions, counts_array
 from ....mtp.caches.rollback import TapedCache, cache_arrays, parts_of, rollback, state_arrays
 
 Part = tuple[list[Any], int]
@@ -32,7 +32,7 @@ class DevicePositions(Positions):
 
     def __init__(self, rows: Sequence[int]) -> None:
         super().__init__(rows)
-        self._array = mx.array(list(rows), dtype=mx.int32)
+        self._array = counts_array(rows)
 
     def advance(self, rows: Sequence[int]) -> None:
         array = self.array
@@ -43,12 +43,12 @@ class DevicePositions(Positions):
         """Adds `rows` (B,), at most `most`, to each request's count."""
         array = self.array
         super().advance([most] * len(self.rows))
-        self._array = array + rows
+        self._array = mx.repeat(array + rows, 3)[: len(self.rows)]  # see `counts_array`
 
     def settle(self, rows: Sequence[int]) -> None:
         """Sets the counts to `rows`, which the host has read; nothing may be in flight."""
         self.reset(rows)
-        self._array = mx.array(list(rows), dtype=mx.int32)
+        self._array = counts_array(rows)
 
 
 class CacheSet:

@@ -101,17 +101,51 @@ def test_a_prompts_recurrence_is_that_of_plain_operations(
         assert relative_error(stock, ours) <= 1e-4
 
 
+@pytest.mark.parametrize("four_warps", [False, True])
 @pytest.mark.parametrize("weights", PRODUCTS, ids=str)
 def test_a_products_rows_are_right_and_do_not_depend_on_their_number(
-    weights: product.Weights,
+    weights: product.Weights, four_warps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if four_warps:  # x in the ring with the weights, blocks of twice the features
+        monkeypatch.setattr(product, "_HALF_THE_WARPS", range(1 << 20))
+        monkeypatch.setattr(product, "_MANY_FEATURES", 1)
     layer, x, expected = product_case(weights, rows=40)
     assert product.weights_of(layer) == weights and product.unfit(weights) == ""
     kernel = product.product_for(weights)
     whole = kernel(x, layer)
     assert relative_error(expected, whole) <= TOLERANCE[weights.dtype]
-    for rows in (1, 3, 9, 17):
+    for rows in (1, 3, 5, 9, 17):
         assert mx.array_equal(kernel(x[:, :rows], layer), whole[:, :rows]).item()
+
+
+def test_blocks_have_the_shared_memory_that_their_rings_and_sums_need() -> None:
+    storage = product.Storage(mx.bfloat16, 4, 64)
+    for rows in (1, 16):
+        down = storage.cut("added", rows, 5120, 17_408)
+        assert down == product.Cut(warps=8, tiles=1, wide=1, ring_rows=0)
+        assert storage.shared_bytes(down, 1) == 8 * 2 * 16 * 176
+    for rows in (1, 8):
+        gated = storage.cut("gated", rows, 17_408, 5120)
+        assert gated == product.Cut(warps=4, tiles=1, wide=1, ring_rows=rows)
+        assert storage.shared_bytes(gated, 2) == 4 * 2 * (32 * 176 + rows * 528)
+    lm_head = storage.cut("product", 64, 248_320, 5120)
+    assert lm_head == product.Cut(warps=4, tiles=4, wide=2, ring_rows=0)
+    assert storage.shared_bytes(lm_head, 1) == 4 * 2 * 32 * 176
+    expert = storage.cut("experts_gated", 3, 512, 512)  # a step is 256 numbers
+    assert expert == product.Cut(warps=2, tiles=1, wide=1, ring_rows=0)
+
+
+@pytest.mark.parametrize("inputs", [512, 5120, 17_408])
+def test_the_warps_of_a_product_follow_from_the_size_of_a_row_alone(inputs: int) -> None:
+    storage = product.Storage(mx.bfloat16, 4, 64)
+    calls = ("product", "added", "several", "gated")
+    cuts = [
+        storage.cut(call, rows, features, inputs)
+        for call in calls
+        for rows in (1, 5, 16, 64)
+        for features in (48, 20_000)
+    ]
+    assert len({cut.warps for cut in cuts}) == 1 and len(set(cuts)) > 2
 
 
 def test_a_kernel_that_changed_is_compiled_again(tmp_path: Path) -> None:
