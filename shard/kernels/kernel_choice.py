@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import mlx.core as mx
 from mlx import nn
@@ -61,8 +61,9 @@ def _choose_recurrences(modules: Sequence[nn.Module], clock: Clock) -> list[Kern
     def kind(m: Any) -> tuple[gated_delta.Sizes, int, int] | None:
         if not isinstance(m, TapedGatedDelta) or not m.takes_kernel:
             return None
-        heads, dtype = (m.num_k_heads, m.num_v_heads, m.head_k_dim), m.conv1d.weight.dtype
-        return gated_delta.Sizes(*heads, dtype, m.norm.eps), m.head_v_dim, m.conv_kernel_size
+        sizes = m.num_k_heads, m.num_v_heads, m.head_k_dim, m.conv1d.weight.dtype
+        eps: float = cast("Any", m).norm.eps
+        return gated_delta.Sizes(*sizes, eps), m.head_v_dim, m.conv_kernel_size
 
     groups = group_modules(modules, kind)
     return [_choose_recurrence(*key, layers, clock) for key, layers in groups.items()]
