@@ -12,7 +12,8 @@ import mlx.core as mx
 from .batch_prompts import prefill_together
 from .caches.batch_caches import drop_rejected, left_aligned
 from .caches.positions import Positions
-from .caches.rollback import parts_of, rollback
+from .caches.rollback import cache_arrays, parts_of, rollback
+from .families.taped_gated_delta import rows_with_room
 from .pieces import Pieces, by_layers
 from .probe import PROMPT_ROWS, Identity, Subject, equal_arrays, lengthen, live_arrays, probe_ids
 from .seams import as_row
@@ -25,10 +26,20 @@ PROMPTS: Final = (PROMPT_ROWS, 17, 9)
 """Rows of their prompts, in turn: a batch of equal lengths would hide a wrong mask."""
 
 
-def batch_identity(subject: Subject, k: int, sizes: Sequence[int] = SIZES) -> Pieces[Identity]:
+def rows_to_probe(subject: Subject) -> int:
+    """Rows of a round, of all requests together, for which there is memory: a multiple of the
+    largest batch, which holds its states before them as well."""
+    largest = SIZES[-1]
+    room = rows_with_room(subject.row_bytes) - largest
+    return min(MAX_ROUND_ROWS, max(largest, room // largest * largest))
+
+
+def batch_identity(
+    subject: Subject, k: int, sizes: Sequence[int] = SIZES, most_rows: int = MAX_ROUND_ROWS
+) -> Pieces[Identity]:
     """Compares a batch with the same requests alone: a verify of K + 1 rows, of which each request
     keeps another number, and a plain step after it. Logits and caches must be equal. A round has
-    MAX_ROUND_ROWS rows at most.
+    `most_rows` rows at most.
 
     One of the requests has the longest context of `probe.CONTEXTS` that fits, others have few rows.
     `sizes`: requests of the batches, ascending.
@@ -38,12 +49,13 @@ def batch_identity(subject: Subject, k: int, sizes: Sequence[int] = SIZES) -> Pi
         yield
         read.append(subject.read(rows))
     for size in sizes:
-        if not (yield from _same(subject, read, k, size)):
+        if not (yield from _same(subject, read, min(k, most_rows // size - 1), size)):
             return "near_tie"
     for rows in subject.contexts(k + 1)[1:]:
         longer = copy.deepcopy(read[0])
         yield from lengthen(longer, rows, rows + 2 * k + 2)
-        if not (yield from _same(subject, [longer, *read[1:]], k, sizes[0])):
+        depth = min(k, most_rows // sizes[0] - 1)
+        if not (yield from _same(subject, [longer, *read[1:]], depth, sizes[0])):
             return "near_tie"
     return "bitwise"
 
@@ -80,18 +92,38 @@ def same_prompts(subject: Subject) -> Pieces[bool]:
     return bool(same.item())
 
 
+def warm_up_batches(subject: Subject, k: int, most_rows: int) -> Pieces[None]:
+    """Runs rounds of 2 to 16 requests and of up to K + 1 rows, the usual depths first: each number
+    of both has a trace of its own, and another one behind rounds of which requests kept different
+    rows."""
+    yield
+    read = subject.read(PROMPTS[-1])
+    for rows in range(1, k + 2):
+        for size in range(2, min(SIZES[-1], most_rows // rows) + 1):
+            yield
+            positions = Positions([PROMPTS[-1]] * size)
+            together = left_aligned([read] * size, positions)
+            for count in (rows, rows, 1) if rows > 1 else (1,):
+                yield
+                tokens = mx.array([probe_ids(subject.vocabulary, 0, count)] * size)
+                logits, _ = subject.target.forward_batch(tokens, together)
+                kept_rows = [1, *[count] * (size - 1)]
+                positions.advance(kept_rows)
+                drop_rejected(together, count, kept_rows)
+                mx.eval(logits, cache_arrays(together))
+
+
 def _same(subject: Subject, prompts: Sequence[list[Any]], k: int, size: int) -> Pieces[bool]:
     """Compares `size` requests in a batch and alone. `prompts`: caches, which are not changed."""
     target, vocabulary = subject.target, subject.vocabulary
-    k = min(k, MAX_ROUND_ROWS // size - 1)
-    alone = [copy.deepcopy(prompts[i % len(prompts)]) for i in range(size)]
-    rows = [_rows_of(caches, PROMPTS[i % len(PROMPTS)]) for i, caches in enumerate(alone)]
+    before = [prompts[i % len(prompts)] for i in range(size)]
+    rows = [_rows_of(caches, PROMPTS[i % len(PROMPTS)]) for i, caches in enumerate(before)]
     positions = Positions(rows)
-    together = left_aligned(copy.deepcopy(alone), positions)
+    together = left_aligned(before, positions)
     ids = [probe_ids(vocabulary, 40 * i, 40 * i + k + 2) for i in range(size)]
     kept_rows = [1 + i * max(1, k // 2) % (k + 1) for i in range(size)]
     # Requests of equal length use the same kernels: a few of a large batch suffice.
-    compared = {0, 1, 2, size // 2, size - 1}
+    compared = {0, 1, 2, size // 2, size - 1} & {*range(size)}
     same = mx.array(True)
     yield
     logits, _ = target.forward_batch(mx.array([each[: k + 1] for each in ids]), together)
@@ -101,10 +133,9 @@ def _same(subject: Subject, prompts: Sequence[list[Any]], k: int, size: int) -> 
     next_logits, _ = target.forward_batch(mx.array([[each[-1]] for each in ids]), together)
     positions.advance([1] * size)
     yield from by_layers([together], next_logits)
-    for index, caches in enumerate(alone):
-        if index not in compared:
-            continue
+    for index in sorted(compared):
         yield
+        caches = copy.deepcopy(before[index])
         expected = target.forward(as_row(ids[index][: k + 1]), caches, want="all").logits
         if kept_rows[index] < k + 1:
             rollback(caches, k + 1 - kept_rows[index])

@@ -56,6 +56,8 @@ class Subject:
     """Makes a drafter that has read no rows, or None if nothing is drafted."""
     modules: Sequence[nn.Module] = ()
     """The parts of the target, of which the one that differs is named."""
+    row_bytes: int = 0
+    """See `row_state_bytes`."""
 
     def read(self, rows: int = PROMPT_ROWS) -> list[Any]:
         """Caches after a prompt of `rows` rows."""

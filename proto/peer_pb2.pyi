@@ -2046,7 +2046,7 @@ class StageSpec(_message.Message):
     lease_s: _builtins.int
     """KV of a request is freed after this long without a frame"""
     memory_limit_bytes: _builtins.int
-    """0: none"""
+    """by the plan and the operator; 0: none. As `path`"""
     mtp_off_reason: _builtins.str
     """why `native_mtp` is false, for the final stats"""
     profile_folder: _builtins.str

@@ -23,7 +23,14 @@ from .batch_slots import (
     room_for,
 )
 from .positions import Positions
-from .rollback import TapedCache, holds_rows, kept_row_index, state_arrays
+from .rollback import (
+    Restore,
+    RestoreEach,
+    TapedCache,
+    holds_rows,
+    kept_row_index,
+    state_arrays,
+)
 from .window import KeySpan, WindowCache, key_span, oldest_kept_row
 
 
@@ -262,6 +269,11 @@ class BatchTapedCache(TapedCache):
         super().__init__(len(of.cache))
         self._kind = type(of)
 
+    def record(self, rows: int, restore: Restore, each: RestoreEach | None = None) -> None:
+        """See `TapedCache.record`. Each request keeps a row at least, so that the states before
+        the forward, which `restore` refers to, are freed."""
+        super().record(rows, _no_restore, each)
+
     def of(self, index: int) -> ArraysCache:
         """One request's cache, of views."""
         cache = self._kind(len(self.cache))
@@ -284,6 +296,10 @@ class BatchTapedCache(TapedCache):
         )
         self.cache = [None if array is None else next(changed) for array in self.cache]
         self.forget()
+
+
+def _no_restore(rows: int) -> list[mx.array | None]:
+    raise AssertionError(f"a batch keeps a row at least, not the first {rows} by itself")
 
 
 BatchCache = BatchKVCache | BatchCacheList | BatchQuantizedKVCache | BatchTapedCache

@@ -1,6 +1,5 @@
 """Why rounds draft as many tokens as they do, for a person. Pure."""
 
-from ..types import MAX_ROUND_ROWS
 from .round_policy import DraftDemand, Offer, RoundChoice, RoundPolicy
 
 
@@ -24,11 +23,21 @@ def depth_reason(policy: RoundPolicy, demand: DraftDemand, choice: RoundChoice |
     rates, speeds = source.rates(offers, position, most), list[str]()
     while (rate := rates.get(len(speeds))) is not None:
         speeds.append(f"{rate / rates[0]:.2f}")
+    room = _room(policy, size)
+    if room and not most:
+        return f"{subject}: {room}"
     if len(speeds) < 2 or (size == 1 and not (demand.is_known and len(speeds) > most)):
         unknown = f"K = {k}, {demand.source}" if size == 1 else subject
         return f"{unknown}, until enough is measured to choose by speed"
     listed = f"expected speeds {', '.join(speeds)} times plain decoding"
-    return f"{subject}: {listed} for K = 0 to {len(speeds) - 1}"
+    return "; ".join(filter(None, (f"{subject}: {listed} for K = 0 to {len(speeds) - 1}", room)))
+
+
+def _room(policy: RoundPolicy, size: int) -> str:
+    """That memory limits the drafts of a round of `size` requests; empty if it does not."""
+    if size == 1 or policy.room_rows >= min(policy.probed_rows, (policy.shared_depth + 1) * size):
+        return ""
+    return f"there is memory for the states of {policy.room_rows} rows in all"
 
 
 def _of_fixed(policy: RoundPolicy, demand: DraftDemand) -> str:
@@ -37,6 +46,7 @@ def _of_fixed(policy: RoundPolicy, demand: DraftDemand) -> str:
     if shared >= demand.most:
         return f"K = {demand.most} in every round: {demand.source}"
     is_full = shared < policy.shared_depth
-    why = f"have {MAX_ROUND_ROWS} rows at most" if is_full else "are not exact with more"
+    why = f"have {policy.most_rows(2)} rows at most" if is_full else "are not exact with more"
     rounds = f"rounds that {demand.sharers} requests shared, which {why}"
-    return f"K = {shared} in {rounds}, else up to {demand.most}: {demand.source}"
+    reason = f"K = {shared} in {rounds}, else up to {demand.most}: {demand.source}"
+    return "; ".join(filter(None, (reason, _room(policy, demand.sharers))))

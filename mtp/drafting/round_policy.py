@@ -132,10 +132,15 @@ class RoundPolicy:
         self.shared_lengths: Sequence[int] = ()
         self.shared_depth = MAX_ROUND_ROWS
         """Drafts of the head at most in rounds that requests share."""
+        self.probed_rows = MAX_ROUND_ROWS
+        """Rows of such rounds at most, of all requests together: as many as were probed."""
+        self.room_rows = MAX_ROUND_ROWS
+        """The same for the next round, as many as there is memory for."""
         self._exact_head = 0
         self._removal: Mapping[int, float] = {}
         """Seconds to remove rejected rows of a copy, by its length, in plain rounds."""
         self._searches = dict[int, _Search]()
+        self._computed = set[tuple[int, int, int]]()
         self._has_woken = False
 
     def allow(
@@ -170,7 +175,13 @@ class RoundPolicy:
 
     def most_drafts(self, size: int) -> int:
         """Drafts of the head at most in a round of `size` requests."""
-        return MAX_ROUND_ROWS if size == 1 else min(self.shared_depth, MAX_ROUND_ROWS // size - 1)
+        if size == 1:
+            return MAX_ROUND_ROWS
+        return max(0, min(self.shared_depth, self.most_rows(size) // size - 1))
+
+    def most_rows(self, size: int) -> int:
+        """Rows of a round of `size` requests at most, of all of them together."""
+        return MAX_ROUND_ROWS if size == 1 else min(self.probed_rows, self.room_rows)
 
     def choose(
         self, offers: Sequence[Offer], position: int = 0, *, unread: int = 0, running: int = 0
@@ -198,6 +209,13 @@ class RoundPolicy:
         if is_trial:
             search.rounds_left -= 1
             search.rounds = 0
+
+    def is_first(self, size: int, width: int, head: int) -> bool:
+        """Whether no round of this form was read before, so that kernels may have been compiled in
+        it."""
+        form, known = (size, width, head), len(self._computed)
+        self._computed.add(form)
+        return len(self._computed) > known
 
     def is_resting(self, size: int) -> bool:
         """Whether drafts did not pay off when about `size` requests chose last."""
@@ -334,7 +352,7 @@ class RoundPolicy:
         heads = {0} if size == 1 else {head} if is_fixed else {0, head}
         for width in self.lengths if size == 1 else self.shared_lengths:
             is_whole = size > 1 or width <= len(offers[0].reached)  # alone, others are not drafted
-            if size * (width + 1) > MAX_ROUND_ROWS or not is_whole:
+            if size * (width + 1) > self.most_rows(size) or not is_whole:
                 break
             for k in sorted(k for k in heads if k < width):
                 choice, tokens = _filled(plain, copied, drafted, width, k)

@@ -1,8 +1,8 @@
 """mlx-lm's gated delta layer with a tape of its inputs, so that its rows can be rolled back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, Final, Protocol, cast
 
 import mlx.core as mx
 from mlx import nn
@@ -15,6 +15,9 @@ from ..caches.window import MAX_ROLLBACK_ROWS
 MAX_KERNEL_ROWS = 16
 """Rows of one launch of a layer's kernel, which returns the state after each row, so that a
 rollback chooses one of them."""
+ROUND_SHARE: Final = 16
+"""One part in so many of the memory limit is left to what a forward computes beside states."""
+UNBOUNDED_ROWS: Final = 1 << 30
 
 LayerStart = tuple[mx.array, mx.array, mx.array]
 """The start of a kernel: a `RowChoice`, or the convolution's last rows, the states (B, v heads,
@@ -304,7 +307,17 @@ def _rows_of(window: mx.array, first: int, count: int) -> mx.array:
     return mx.contiguous(window[:, first : first + count])
 
 
-def keeps_states(model: nn.Module) -> bool:
-    """Whether a layer keeps its state after each row of a forward of up to MAX_KERNEL_ROWS."""
-    layers = (m for _, m in model.named_modules() if isinstance(m, TapedGatedDelta))
-    return any(layer.kernel is not None for layer in layers)
+def row_state_bytes(modules: Iterable[nn.Module]) -> int:
+    """Bytes of the states that layers with a kernel keep for each row of a forward of up to
+    MAX_KERNEL_ROWS; 0 without such layers."""
+    layers = (m for m in modules if isinstance(m, TapedGatedDelta) and m.kernel is not None)
+    return sum(4 * m.num_v_heads * m.head_v_dim * m.head_k_dim for m in layers)
+
+
+def rows_with_room(row_bytes: int, freed: int = 0) -> int:
+    """Rows of a round whose states, `row_bytes` each, fit into the process's memory limit with
+    `freed` bytes that give way to them."""
+    if not row_bytes:
+        return UNBOUNDED_ROWS
+    usable = mx.get_memory_limit() - mx.get_memory_limit() // ROUND_SHARE
+    return max(0, (usable + freed - mx.get_active_memory()) // row_bytes)

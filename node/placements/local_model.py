@@ -15,7 +15,7 @@ from ...placement.errors import InvalidCheckpoint, ModelNotFound
 from ...placement.ids import ModelId, NodeId, PlacementId
 from ...placement.library import not_here
 from ...placement.options import PlanOptions
-from ...placement.plan import plan
+from ...placement.plan import plan, planned_bytes
 from ...proto import peer_pb2 as pb
 from ..links.layer_profiles import LayerProfiles
 from ..machine.hardware import Hardware, detect_hardware
@@ -95,10 +95,11 @@ def _spec(
 ) -> pb.StageSpec:
     """The specification that `Placements` builds in a cluster of this machine alone."""
     switches = Switches.of(settings)
+    chosen = plan(card, view_of(hardware, settings), PlanOptions(max_nodes=1))
     [spec] = build_specs(
         PlacementId("local"),
         card,
-        plan(card, view_of(hardware, settings), PlanOptions(max_nodes=1)),
+        chosen,
         StageSettings(
             switches.value("native_mtp_async_draft_eval"),
             switches.value("native_mtp_adaptive"),
@@ -108,6 +109,7 @@ def _spec(
         fingerprint=fingerprint,
         lease_s=PROFILES[settings.timing].state_lease_s,
     )
+    _ = spec.plan.stages.add(memory_bytes=planned_bytes(card, chosen, 0))
     return spec
 
 

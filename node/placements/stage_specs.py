@@ -7,6 +7,7 @@ bench` and `exo-node verify` see what a node runs only as long as both are built
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from ...placement.card import ModelCard
 from ...placement.cluster import StageAssignment
@@ -17,6 +18,10 @@ from ...placement.plan import Placement, loaded_card
 from ...proto import peer_pb2 as pb
 from ...shard.checkpoint.drafters import DrafterUnusable
 from ..machine.settings import Settings
+from ..runners.supervisor import promised_bytes
+
+LEAST_MARGIN: Final = 1 << 29
+"""Bytes beyond the plan of a small model, whose forwards take more than their share of headroom."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +131,17 @@ def _lookup_refusal(settings: Settings) -> str:
     return ""
 
 
+def memory_limit(planned: int, allowed: int) -> int:
+    """Bytes that a runner may take: a twentieth more than planned, or LEAST_MARGIN more, and no
+    more than `allowed`; 0 stands for no limit in each.
+
+    MLX raises nothing beyond it. It keeps freed buffers only as far as they fit below, and waits
+    for the device before it computes more of a graph.
+    """
+    limit = planned and planned + max(planned // 20, LEAST_MARGIN)
+    return min(limit or allowed, allowed or limit)
+
+
 def on_this_machine(
     spec: pb.StageSpec,
     folder: Path,
@@ -150,7 +166,7 @@ def on_this_machine(
     own.ClearField("profile_folder")
     own.ClearField("prefix_folder")
     own.ClearField("prefix_disk_bytes")
-    own.memory_limit_bytes = settings.memory_limit or 0
+    own.memory_limit_bytes = memory_limit(promised_bytes(spec), settings.memory_limit or 0)
     own.kernels = settings.kernels
     own.batching = settings.batching_enabled
     own.lookup_off_reason = _lookup_refusal(settings)

@@ -52,8 +52,8 @@ class Supervisor:
 
     def _require_room(self, spec: pb.StageSpec) -> None:
         """Checks memory: two heads can overbook what one would not. Raises InsufficientMemory."""
-        promised = sum(_promised(runner.spec) for runner in self._runners.values())
-        unused, need = self._host.memory_bytes - promised, _promised(spec)
+        promised = sum(promised_bytes(runner.spec) for runner in self._runners.values())
+        unused, need = self._host.memory_bytes - promised, promised_bytes(spec)
         if need and self._host.memory_bytes and need > unused:
             raise InsufficientMemory(
                 f"{unused / 1e9:.2f} GB of this node are not promised to another stage, and "
@@ -95,7 +95,7 @@ class Supervisor:
             self._on_exit(runner.spec, runner.error)
 
 
-def _promised(spec: pb.StageSpec) -> int:
+def promised_bytes(spec: pb.StageSpec) -> int:
     """Bytes that its head counts for the stage."""
     stages = spec.plan.stages
     return stages[spec.stage].memory_bytes if spec.stage < len(stages) else 0

@@ -57,6 +57,8 @@ class Batch:
         self.drafter = self._new_drafter([state.draft for state in states])
         self.in_flight = 0
         """Number of rounds in flight."""
+        self._rows = 1
+        """Rows of each request in the last round."""
         self._seconds = 0.0
         """Seconds that were spent on rounds since the last one was read."""
         self._running = 1
@@ -66,7 +68,7 @@ class Batch:
         """Whether the head drafted for the last round."""
         self._is_changed = True
         """Whether no round was read since the members changed. The first one does not show what
-        others cost: kernels for its size may be compiled in it."""
+        others cost: its members joined in it."""
 
     def issue(self, running: int) -> IssuedRound | None:
         """Builds the next round and begins its evaluation, or None if one in flight must be read.
@@ -89,7 +91,7 @@ class Batch:
             request.pending_tokens += limit + 1
             request.issued_rounds += 1
         self.in_flight += 1
-        self._drafted_last = plan.head > 0
+        self._drafted_last, self._rows = plan.head > 0, plan.width + 1
         mx.async_eval(flight.verdict.table)
         self._seconds += self._clock() - began_at
         return flight
@@ -128,7 +130,8 @@ class Batch:
                 position, drafts.demand.rounds = round_.forward.position, drafts.demand.rounds + 1
                 if (own := drafts.demand.policy) is not None:
                     own.learn(1, position, plan.width, plan.head, seconds)
-        if size == 1 or not self._is_changed:
+        is_first = self._policy.is_first(size, plan.width, plan.head)
+        if size == 1 or not (is_first or self._is_changed):
             self._policy.learn(size, position, plan.width, plan.head, seconds)
 
     def change(self, leaves: Sequence[Request], joins: dict[Request, State]) -> None:
@@ -149,7 +152,7 @@ class Batch:
         self._tokens = _last_tokens(members)
         mx.eval(self.arrays())
         self.requests = members  # only now: until then who leaves is lost with the others
-        self._seconds, self._is_changed = 0.0, True
+        self._seconds, self._is_changed, self._rows = 0.0, True, 1
 
     def extract(self, request: Request) -> State:
         """The state of one request, which stays here until `change`. Nothing is in flight."""
@@ -181,6 +184,12 @@ class Batch:
         return [*cache_arrays(self._caches), *drafter]
 
     @property
+    def state_rows(self) -> int:
+        """Rows of all requests whose states may be in memory; those of the next round replace
+        them."""
+        return len(self.requests) * (self._rows + self.in_flight)
+
+    @property
     def _caches(self) -> Sequence[object]:
         return self.caches.caches
 
@@ -209,7 +218,9 @@ class Batch:
         if plan is not None and plan.head and unread and self.drafter is not None:
             began_at = self._clock()
             self.drafter.wake()
-            self._policy.record_wake(unread, self._clock() - began_at)
+            waking_s = self._clock() - began_at
+            self._policy.record_wake(unread, waking_s)
+            self._seconds -= waking_s  # the policy counts it by itself
         return plan
 
     def _patience(self) -> int:

@@ -7,6 +7,7 @@ import mlx.core as mx
 
 from ...mtp.drafting.depth_reason import depth_reason
 from ...mtp.drafting.round_policy import RoundPolicy
+from ...mtp.families.taped_gated_delta import rows_with_room
 from ...mtp.finite import NO_TOKEN, NotFinite
 from ...mtp.seams import ForwardOutput, as_row
 from ...mtp.targets import Target
@@ -46,9 +47,10 @@ class LocalExecutor:
         policy: RoundPolicy | None = None,
         forms: RoundForms | None = None,
         views: LayerViews | None = None,
+        row_bytes: int = 0,
     ) -> None:
         """`policy`: chooses the rounds of all requests. `views`: parts of the model, which readers
-        need."""
+        need. `row_bytes`: see `row_state_bytes`."""
         self._target = target
         self._make_caches = make_caches
         self.draft_model = draft_model
@@ -56,6 +58,7 @@ class LocalExecutor:
         no request."""
         self._clock = clock
         self._prefixes = prefixes or PrefixStore(0, make_caches)
+        self._row_bytes = row_bytes
         self.forms = forms or RoundForms()
         self.overlaps = self.forms.overlaps
         self.policy = policy or RoundPolicy()
@@ -212,7 +215,10 @@ class LocalExecutor:
 
     def issue(self, step: Decode, running: int) -> IssuedRound | None:
         """Issues a round, or None if one in flight must be read first."""
-        return self._groups.of(step.requests).issue(running)
+        batch = self._groups.of(step.requests)
+        freed = self._prefixes.bytes + self._row_bytes * batch.state_rows
+        self.policy.room_rows = rows_with_room(self._row_bytes, freed)
+        return batch.issue(running)
 
     def land(self, flight: Flight, running: int) -> list[StepOutcome]:
         """Reads a round, and waits until the device has computed it."""

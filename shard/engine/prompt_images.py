@@ -2,13 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
 import mlx.core as mx
 
+from ...mtp.pieces import Pieces, by_layers
 from ...mtp.placed_rope import RopePositions
 from ...mtp.seams import as_row
+from ...mtp.targets import PromptReader
 from ..model.tower import Features, Tower
 from ..text.image_rows import PreparedImage
+
+_AROUND: Final = (1, 2, 3, 4)
+"""Ids before and behind an image that nobody sent."""
 
 
 @dataclass(slots=True, eq=False)
@@ -204,3 +210,23 @@ def set_places(
         positions.set_deltas([0])
     positions.join(images.ids(begin, end))
     return embeddings
+
+
+def read_samples(
+    tower: Tower,
+    embed: Callable[[mx.array], mx.array],
+    target: PromptReader,
+    make_caches: Callable[[], list[Any]],
+) -> Pieces[None]:
+    """Reads each of the tower's samples between rows of text, a layer a piece: on a GPU the first
+    image on a machine waits for kernels that are compiled for it."""
+    for image in tower.samples():
+        yield
+        prompt, caches = [*_AROUND, *image.ids, *_AROUND], make_caches()
+        images = PromptImages(prompt, [image], tower, embed)
+        embeddings = set_places(target.rope_positions, images, 0, len(prompt))
+        output = target.forward(as_row(prompt), caches, want="last", embeddings=embeddings)
+        for step in images.take_steps():
+            yield
+            mx.eval(step)
+        yield from by_layers([caches], output.logits)

@@ -8,7 +8,7 @@ from typing import Final
 import mlx.core as mx
 from mlx import nn
 
-from ...mtp.families.taped_gated_delta import keeps_states
+from ...mtp.families.taped_gated_delta import row_state_bytes
 from ...mtp.lookup_probe import measure_copies
 from ...mtp.pieces import Pieces
 from ...mtp.probe import Subject, exact_widths
@@ -35,7 +35,7 @@ _NOISE_ROWS: Final = 64
 
 def lengths_of(model: nn.Module, max_rows: int | None = None) -> tuple[int, ...]:
     """The lengths to measure for a model whose rounds have at most `max_rows` rows."""
-    lengths = STATE_LENGTHS if keeps_states(model) else LENGTHS
+    lengths = STATE_LENGTHS if row_state_bytes(model.modules()) else LENGTHS
     return tuple(n for n in lengths if max_rows is None or n < max_rows)
 
 

@@ -1,8 +1,8 @@
 """The vision tower beside a text model, filled from the same checkpoint: mlx-vlm's modules, and
 what stands between them and the text model."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, cast
 
 import mlx.core as mx
 from mlx import nn
@@ -17,6 +17,11 @@ from ..checkpoint.vision import ADD_IMAGES, TOWER_PREFIXES, Vision, has_extra, i
 from ..text.bare_packages import bare_package
 from ..text.image_rows import PreparedImage
 from .open_model import headline, parameters_of
+
+Size = tuple[int, int]
+"""Patches by height and width."""
+SAMPLES: Final = ((16, 16), (24, 32))
+COLOURS: Final = 3
 
 
 class Features(NamedTuple):
@@ -60,6 +65,14 @@ class Tower:
     def bytes(self) -> int:
         """Bytes of its weights."""
         return sum(p.nbytes for p in parameters_of(self._module))
+
+    def samples(self) -> Iterator[PreparedImage]:
+        """Blank images of SAMPLES patches, or of the only size that the tower reads."""
+        colours, ends = (0.5, 0.5, 0.5), (0, 0) if self.vision.ends_lines else ()
+        for height, width in self._module.samples:
+            grid = (1, height, width)
+            pixels = bytes(height * width * self._module.patch_numbers)
+            yield PreparedImage(self.vision.rows(grid), grid, b"", pixels, colours, colours, ends)
 
     def features(self, image: PreparedImage) -> Features:
         """Encodes an image; lazy. Raises InvalidRequest if it does not fit the tower."""
@@ -157,8 +170,18 @@ class _QwenTower(nn.Module):
     def fits(self, image: PreparedImage) -> bool:
         """Whether an image has the pixels that the tower reads."""
         t, h, w = image.grid
+        return len(image.pixels) == t * h * w * self.patch_numbers
+
+    @property
+    def patch_numbers(self) -> int:
+        """Numbers of a patch."""
         patch = self.visual.patch_embed.proj.weight  # (size, time, height, width, colours)
-        return len(image.pixels) == t * h * w * patch.size // patch.shape[0]
+        return patch.size // patch.shape[0]
+
+    @property
+    def samples(self) -> Sequence[Size]:
+        """Sizes of images of which the kernels are those of others, too."""
+        return SAMPLES
 
     def features(self, image: PreparedImage) -> Features:
         t, h, w = image.grid
@@ -217,8 +240,16 @@ class _GemmaTower(nn.Module):
         return self.vision_tower.sanitize(_with_inner_name(weights))
 
     def fits(self, image: PreparedImage) -> bool:
-        grid, side = (1, self._side, self._side), self._side * self._patch
-        return image.grid == grid and len(image.pixels) == side * side * len(image.mean)
+        grid = (1, self._side, self._side)
+        return image.grid == grid and len(image.pixels) == self._side**2 * self.patch_numbers
+
+    @property
+    def patch_numbers(self) -> int:
+        return self._patch**2 * COLOURS
+
+    @property
+    def samples(self) -> Sequence[Size]:
+        return [(self._side, self._side)]
 
     def features(self, image: PreparedImage) -> Features:
         side, model = self._side * self._patch, self.vision_tower.vision_model
@@ -280,9 +311,16 @@ class _MistralTower(nn.Module):
 
     def fits(self, image: PreparedImage) -> bool:
         time, height, width = image.grid
-        patch = self._patch**2 * len(image.mean)
         is_within = time == 1 and max(height, width) <= self._side
-        return is_within and len(image.pixels) == height * width * patch
+        return is_within and len(image.pixels) == height * width * self.patch_numbers
+
+    @property
+    def patch_numbers(self) -> int:
+        return self._patch**2 * COLOURS
+
+    @property
+    def samples(self) -> Sequence[Size]:
+        return [size for size in SAMPLES if max(size) <= self._side]
 
     def features(self, image: PreparedImage) -> Features:
         """One image at a time, so without mlx-vlm's mask of as many numbers as patches squared.

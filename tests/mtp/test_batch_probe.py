@@ -1,21 +1,31 @@
 """The probe tells a backend that computes a request otherwise in a batch from one that does not."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ArraysCache
+from plain_gated_delta import give_kernels
 from shims import by_rows, perturb
 from tiny import VOCABULARY, taped_qwen
 
-from exo_node.mtp.batch_probe import batch_identity, same_prompts
+from exo_node.mtp.batch_probe import (
+    batch_identity,
+    rows_to_probe,
+    same_prompts,
+    warm_up_batches,
+)
+from exo_node.mtp.caches.batch_caches import drop_rejected, left_aligned
 from exo_node.mtp.caches.positions import Positions
-from exo_node.mtp.caches.rollback import with_tapes
+from exo_node.mtp.caches.rollback import TapedCache, cache_arrays, state_arrays, with_tapes
 from exo_node.mtp.families.qwen35 import Qwen35Family
+from exo_node.mtp.families.taped_gated_delta import TapedGatedDelta, row_state_bytes, rows_with_room
 from exo_node.mtp.pieces import result_of
 from exo_node.mtp.probe import Subject
 from exo_node.mtp.targets import FamilyTarget
+from exo_node.mtp.types import MAX_ROUND_ROWS
 
 
 def subject_of(model: Any) -> Subject:
@@ -90,3 +100,81 @@ def test_states_that_keep_rejected_rows_are_seen(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("exo_node.mtp.batch_probe.drop_rejected", nothing)
     assert probe(taped_qwen(), 1) == "near_tie"
+
+
+@pytest.mark.parametrize(
+    ("k", "most_rows", "shapes"), [(3, 64, {(3, 4), (16, 4)}), (7, 16, {(3, 5)})]
+)
+def test_a_probed_round_has_the_rows_for_which_there_is_memory(
+    k: int, most_rows: int, shapes: set[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, probed, stock = taped_qwen(), set[tuple[int, ...]](), FamilyTarget.forward_batch
+
+    def noted(self: FamilyTarget, tokens: mx.array, caches: Sequence[Any]) -> Any:
+        probed.add(tuple(tokens.shape))
+        return stock(self, tokens, caches)
+
+    monkeypatch.setattr(FamilyTarget, "forward_batch", noted)
+    assert result_of(batch_identity(subject_of(model), k, most_rows=most_rows)) == "bitwise"
+    assert {shape for shape in probed if shape[1] > 1} == shapes
+
+
+def test_rows_whose_states_a_kernel_keeps_have_room_below_the_memory_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sixteenth of the limit is left to other arrays, and sixteen requests have states before the
+    round, too."""
+    model = taped_qwen()
+    assert row_state_bytes(model.modules()) == 0 and rows_with_room(0) > MAX_ROUND_ROWS
+    assert give_kernels(model)
+    row_bytes = row_state_bytes(model.modules())
+    recurrent = [each for each in subject_of(model).read(1) if isinstance(each, TapedCache)]
+    assert row_bytes == sum(state_arrays(each)[1].nbytes for each in recurrent)
+    subject = replace(subject_of(model), row_bytes=row_bytes)
+    for rows, expected in ((100, 64), (80, 64), (79, 48), (63, 32), (33, 16), (0, 16)):
+        limit = (mx.get_active_memory() + rows * row_bytes + row_bytes // 2) * 16 // 15
+        monkeypatch.setattr(mx, "get_memory_limit", lambda limit=limit: limit)
+        assert rows_with_room(row_bytes) == rows
+        assert rows_with_room(row_bytes, freed=5 * row_bytes) == rows + 5
+        assert rows_to_probe(subject) == expected
+    monkeypatch.setattr(mx, "get_memory_limit", lambda: 0)
+    assert rows_with_room(row_bytes) == 0
+
+
+def test_a_batch_holds_only_the_states_that_its_last_round_left() -> None:
+    """Those before it are freed as it is computed: of a large model they are gigabytes."""
+    model, held = taped_qwen(), list[int]()
+    assert give_kernels(model)
+    subject, positions = subject_of(model), Positions([9] * 4)
+    together = left_aligned([subject.read(9)] * 4, positions)
+    for kept_rows in ([1, 2, 3, 1], [3, 3, 3, 3], [2, 1, 1, 3], [1, 1, 2, 1]):
+        tokens = mx.array([[5, 6, 7]] * 4)
+        logits, _ = subject.target.forward_batch(tokens, together)
+        positions.advance(kept_rows)
+        drop_rejected(together, 3, kept_rows)
+        mx.eval(logits, cache_arrays(together))
+        del logits
+        held.append(mx.get_active_memory())
+    assert max(held) - min(held) < row_state_bytes(model.modules())
+
+
+def test_rounds_of_each_size_and_depth_are_run_before_answers_need_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Behind a round of which requests kept different rows, and behind one of which they did not,
+    as far as there is memory."""
+    model, stock = taped_qwen(), TapedGatedDelta.few_rows
+    assert give_kernels(model)
+    shapes = set[tuple[int, int, int]]()
+
+    def noted(self: Any, inputs: mx.array, before: Any, state: mx.array, at: Any) -> Any:
+        shapes.add((inputs.shape[0], inputs.shape[1], state.shape[0] if state.ndim == 5 else 0))
+        return stock(self, inputs, before, state, at)
+
+    monkeypatch.setattr(TapedGatedDelta, "few_rows", noted)
+    _ = result_of(warm_up_batches(subject_of(model), 2, 20))
+    expected = {(size, 1, 0) for size in range(2, 17)}
+    for rows, most in ((2, 10), (3, 6)):
+        for size in range(2, most + 1):
+            expected |= {(size, rows, 0), (size, rows, rows), (size, 1, rows)}
+    assert {shape for shape in shapes if shape[0] > 1} == expected

@@ -98,6 +98,13 @@ def test_a_round_has_few_rows_in_all(size: int, width: int) -> None:
     assert size * (width + 1) <= MAX_ROUND_ROWS
 
 
+@pytest.mark.parametrize(("room", "width"), [(64, 15), (48, 15), (47, 7), (12, 3), (11, 0)])
+def test_copies_have_the_rows_for_which_there_is_memory(room: int, width: int) -> None:
+    decider = policy(CHEAP, 3)
+    decider.room_rows = room
+    assert chosen(decider, NO_HEAD, *[SURE] * 3)[0] == width
+
+
 def test_nothing_is_copied_before_plain_rounds_were_measured_or_copies_allowed() -> None:
     decider = RoundPolicy()
     measure(decider.costs, Form.of(2, 0, 0, 0), 1.0)

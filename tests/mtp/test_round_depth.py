@@ -1,6 +1,7 @@
 """The K that rounds settle on, by published acceptance and measured costs."""
 
 import random
+import statistics
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -423,6 +424,31 @@ def test_rounds_that_requests_share_have_a_limited_number_of_rows() -> None:
     assert [policy.most_drafts(size) for size in (2, 8, 9, 16)] == [31, 7, 6, 3]
     policy.shared_depth = 4
     assert [policy.most_drafts(size) for size in (2, 8, 9, 16)] == [4, 4, 4, 3]
+
+
+def test_rounds_that_requests_share_have_the_rows_that_were_probed_and_have_memory() -> None:
+    policy = RoundPolicy()
+    policy.probed_rows, policy.room_rows = 48, 35
+    assert [policy.most_drafts(size) for size in (1, 2, 8, 16, 40)] == [64, 16, 3, 1, 0]
+    policy.room_rows = 1 << 30
+    assert [policy.most_drafts(size) for size in (1, 2, 8, 16, 40)] == [64, 23, 5, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("room", "reason"),
+    [(64, ""), (16, ""), (15, "memory for the states of 15 rows"), (3, "K = 0 for 4 requests")],
+)
+def test_a_depth_for_which_there_is_no_memory_is_not_chosen_and_says_why(
+    room: int, reason: str
+) -> None:
+    policy = RoundPolicy()
+    policy.shared_depth, policy.room_rows = 3, room
+    offers = several(4, SURE, policy.most_drafts(4))
+    ks = played(policy, offers, lambda k: 1 + 0.05 * k, 100)
+    assert max(ks) == statistics.mode(ks) == min(3, max(0, room // 4 - 1))
+    text = depth_reason(policy, offers[0].demand, policy.choose(offers))
+    assert reason in text
+    assert ("memory" in text) == bool(reason)
 
 
 def test_a_head_that_must_read_many_rows_first_is_woken_only_where_that_pays() -> None:

@@ -8,7 +8,7 @@ kernels (versions of MLX and mlx-lm). A profile holds no text and no token.
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Self
@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from ....mtp.drafting.acceptance import Prior
 from ....mtp.drafting.costs import LONGEST_S, RECENT, CostTable
 from ....mtp.probe import Identity
+from ....mtp.types import MAX_ROUND_ROWS
 from ...checkpoint.files import read_bounded, write_atomic
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ _Seconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
 _Removal = Annotated[float, Field(ge=0, le=LONGEST_S)]
 _Length = Annotated[int, Field(ge=1, le=63)]
 _Size = Annotated[int, Field(ge=2, le=64)]
+_Rows = Annotated[int, Field(ge=1, le=MAX_ROUND_ROWS)]
 _Count = Annotated[float, Field(ge=0, le=1e6)]
 
 
@@ -68,17 +70,22 @@ class MeasuredIdentity(_Strict):
     """The most drafts that are exact, if fewer than `k` are; None if all are, or none."""
     part: str = Field(default="", max_length=300)
     """See `probing.part_of`."""
+    rows: _Rows = MAX_ROUND_ROWS
+    """Rows of a round of several requests, at most."""
 
     @classmethod
-    def of(cls, depth: int | None, k: int, context: int, part: str = "") -> Self:
+    def of(
+        cls, depth: int | None, k: int, context: int, part: str = "", rows: int = MAX_ROUND_ROWS
+    ) -> Self:
         """`depth`: the most drafts that are exact; None if none are."""
         value: Identity = "near_tie" if depth is None else "bitwise"
         limit = None if depth == k else depth
-        return cls(value=value, k=k, context_length=context, limit=limit, part=part)
+        return cls(value=value, k=k, context_length=context, limit=limit, part=part, rows=rows)
 
-    def is_of(self, k: int, context: int) -> bool:
-        """Whether it was measured for up to `k` drafts and this context length."""
-        return (self.k, self.context_length) == (k, context)
+    def is_of(self, k: int, context: int, rows: int = 0) -> bool:
+        """Whether it was measured for up to `k` drafts, this context length, and rounds of at least
+        `rows` rows."""
+        return (self.k, self.context_length) == (k, context) and self.rows >= rows
 
     @property
     def depth(self) -> int:
@@ -116,6 +123,13 @@ class MeasuredSharedCopies(_Strict):
     context_length: int = Field(ge=1)
     ratios: tuple[tuple[_Size, _Length, _Seconds], ...] = Field(max_length=16)
     """(requests, length, seconds relative to a plain round) of exact lengths."""
+    rows: _Rows = MAX_ROUND_ROWS
+    """See `MeasuredIdentity`."""
+
+    def is_of(self, lengths: Sequence[int], context: int, rows: int) -> bool:
+        """Whether it was measured for these; see `MeasuredIdentity.is_of`."""
+        same = (self.lengths, self.context_length) == (tuple(lengths), context)
+        return same and self.rows >= rows
 
 
 class _Stored(_Strict):

@@ -112,6 +112,7 @@ class LookupControl:
             return
         ratios = {(size, length): ratio for size, length, ratio in copies.ratios}
         self.shared_reason = "" if copies.exact else NOT_EXACT_TOGETHER
+        self.policy.probed_rows = min(self.policy.probed_rows, copies.rows)
         if copies.exact:
             self.policy.allow_shared(copies.exact, ratios, head)
 

@@ -12,9 +12,11 @@ from typing import Any
 
 from mlx import nn
 
+from ....mtp.batch_probe import warm_up_batches
 from ....mtp.pieces import Pieces, result_of
 from ....mtp.probe import Costs, Subject, measure_costs, warm_up
 from ....mtp.targets import Target
+from ...kernels.cuda import available
 from ...kernels.first_choices import choose_first
 from ...model.open_model import MODEL_FAULTS, headline
 from ...model.tensors import DTYPES
@@ -60,11 +62,14 @@ class ModelMeasurements:
         *,
         has_room: Callable[[int], bool] = lambda _: True,
         modules: Sequence[nn.Module] = (),
+        row_bytes: int = 0,
+        read_images: Callable[[], Pieces[None]] | None = None,
     ) -> None:
         """`forms`: those of the engine's rounds; of a split model, this stage's rounds.
 
         `make_caches`: makes the caches of one request. `profile`: keeps what was measured.
-        `has_room`: see `Measuring`. `modules`: the model's own.
+        `has_room`: see `Measuring`. `modules`: the model's own. `row_bytes`: see
+        `row_state_bytes`. `read_images`: reads the first images, where the model has a tower.
         """
         self.identity = "off"
         """The greedy identity of drafts; "off" without a draft head, or until it is measured."""
@@ -77,6 +82,7 @@ class ModelMeasurements:
         self._forms = forms
         self._options = options
         self._has_room = has_room
+        self._read_images = read_images
         self._drafting = drafting
         self._lookup = lookup
         self.profile = profile
@@ -87,7 +93,7 @@ class ModelMeasurements:
         make_drafter = None if model is None else partial(new_draft, model)
         context = options.context_length
         self.subject = Subject(
-            target, make_caches, vocabulary, context, clock, make_drafter, modules
+            target, make_caches, vocabulary, context, clock, make_drafter, modules, row_bytes
         )
 
     def begin(self) -> Measuring:
@@ -134,6 +140,13 @@ class ModelMeasurements:
         if isinstance(self._forms, RoundForms):  # it is the whole model
             first_rounds = warm_up(self.subject, range(1, k + 2))
             yield from guard("first-rounds", first_rounds, nothing_refused)
+        if available() and self.subject.row_bytes and not self.batching_reason:
+            policy = self._lookup.policy
+            depth, rows = min(k, policy.shared_depth), policy.probed_rows
+            first_batches = warm_up_batches(self.subject, depth, rows)
+            yield from guard("first-batches", first_batches, nothing_refused)
+        if available() and self._read_images is not None:
+            yield from guard("first-images", self._read_images(), nothing_refused)
 
     def costs(self, prompt: Sequence[int], k: int, repeats: int) -> Costs:
         """Seconds of verifies and of up to `k` drafts after `prompt`; see `mtp.probe`."""
@@ -204,6 +217,7 @@ class ModelMeasurements:
                     )
                     self.batch_identity = measured.value
                     self._lookup.policy.shared_depth = measured.depth
+                    self._lookup.policy.probed_rows = measured.rows
                     self.shares_prompts = yield from repeated(
                         lambda: probe_prompts(self.subject, self.profile)
                     )

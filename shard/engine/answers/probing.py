@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ....mtp.batch_probe import SIZES, batch_identity, same_prompts
+from ....mtp.batch_probe import SIZES, batch_identity, rows_to_probe, same_prompts
 from ....mtp.caches.batch_caches import can_batch
 from ....mtp.drafting.costs import interpolated
 from ....mtp.drafting.round_policy import MAX_SHARED_LENGTH
@@ -28,12 +28,12 @@ SHARED_DEPTHS = (3, 1)
 """Drafts that are tried in shared rounds where the most are not exact."""
 
 
-def sizes_of(length: int, most: int) -> tuple[int, ...]:
+def sizes_of(length: int, most: int, rows: int = MAX_ROUND_ROWS) -> tuple[int, ...]:
     """The requests that are measured together with copies of `length` tokens: few, and as many as
-    may share a round, `most` at most. None if such copies are never shared."""
+    may share a round of `rows` rows, `most` at most. None if such copies are never shared."""
     if length > MAX_SHARED_LENGTH:
         return ()
-    largest = min(most, MAX_ROUND_ROWS // (length + 1))
+    largest = min(most, rows // (length + 1))
     return tuple(sorted({min(3, largest), largest})) if largest > 1 else ()
 
 
@@ -73,14 +73,15 @@ def probe_batch_identity(
     subject: Subject, k: int, profile: DraftProfile
 ) -> Pieces[MeasuredIdentity]:
     """The same of requests that share rounds: of `k` drafts, or of one of SHARED_DEPTHS."""
-    context = min(subject.context_length, LONGEST_PROBED)
-    if (measured := profile.batch_identity) is None or not measured.is_of(k, context):
+    context, rows = min(subject.context_length, LONGEST_PROBED), rows_to_probe(subject)
+    if (measured := profile.batch_identity) is None or not measured.is_of(k, context, rows):
         depth, depths = None, [k, *(depth for depth in SHARED_DEPTHS if depth < k)]
         while depths and depth is None:
             tried = depths.pop(0)
-            value = yield from batch_identity(subject, tried)
+            value = yield from batch_identity(subject, tried, most_rows=rows)
             depth = tried if value == "bitwise" else None
-        measured = profile.batch_identity = MeasuredIdentity.of(depth, k, context)
+        measured = MeasuredIdentity.of(depth, k, context, rows=rows)
+        profile.batch_identity = measured
     return measured
 
 
@@ -121,13 +122,10 @@ def probe_shared_copies(
 ) -> Pieces[MeasuredSharedCopies]:
     """Measures which `lengths` are exact in batches as well, and what their rounds cost, once for
     each profile. `lengths`: exact ones of a request that is alone."""
-    measured, context = profile.shared_copies, min(subject.context_length, LONGEST_PROBED)
-    if measured is not None and (measured.lengths, measured.context_length) == (
-        tuple(lengths),
-        context,
-    ):
+    context, rows = min(subject.context_length, LONGEST_PROBED), rows_to_probe(subject)
+    if (measured := profile.shared_copies) is not None and measured.is_of(lengths, context, rows):
         return measured
-    sizes = {length: sizes_of(length, SIZES[-1]) for length in lengths}
+    sizes = {length: sizes_of(length, SIZES[-1], rows) for length in lengths}
     exact = list[int]()
     for length in lengths:
         if not sizes[length]:
@@ -140,7 +138,11 @@ def probe_shared_copies(
         measures = yield from measure_batch(subject, size, of_size, REPEATS)
         ratios += [(size, length, ratio) for length, ratio in measures.items()]
     profile.shared_copies = MeasuredSharedCopies(
-        lengths=tuple(lengths), exact=tuple(exact), context_length=context, ratios=tuple(ratios)
+        lengths=tuple(lengths),
+        exact=tuple(exact),
+        context_length=context,
+        ratios=tuple(ratios),
+        rows=rows,
     )
     return profile.shared_copies
 

@@ -11,6 +11,8 @@ import mlx.core as mx
 
 from ....mtp.caches.batch_caches import can_batch
 from ....mtp.drafting.round_policy import RoundPolicy
+from ....mtp.families.taped_gated_delta import row_state_bytes
+from ....mtp.pieces import Pieces
 from ....mtp.sampler import Sampler
 from ....mtp.schedule import Schedule
 from ....mtp.types import CacheTier, FinishReason, GenerationStats
@@ -33,7 +35,7 @@ from ..pipeline_executor import PipelineExecutor
 from ..prefixes.disk import PrefixDisk
 from ..prefixes.lookup import PrefixLookup
 from ..prefixes.store import PrefixStore
-from ..prompt_images import PromptImages
+from ..prompt_images import PromptImages, read_samples
 from ..reading.layer_read import Deliver as LayerDeliver
 from ..reading.layer_rows import LayerForm
 from ..reading.link import ReadOutcome
@@ -121,6 +123,7 @@ class TextEngine:
         self.prefix_lookup = PrefixLookup(self._prefixes, self._schedule)
         self._answer_reads = AnswerReads(self._schedule, options.context_length)
         forms = self._round_forms(caches, runs_ahead)
+        self._row_bytes = row_state_bytes(stage.own_modules(outer=False))
         self._executor = self._new_executor(forms)
         self.step_times = self._executor.step_times
         self._engine = Engine(
@@ -145,7 +148,15 @@ class TextEngine:
             self._clock,
             has_room=lambda size: self._prefixes.reserve(size, self._executor.bytes),
             modules=self._stage.own_modules(outer=True),
+            row_bytes=self._row_bytes,
+            read_images=None if self._tower is None or self._link else self._read_images,
         )
+
+    def _read_images(self) -> Pieces[None]:
+        assert self._tower is not None
+        stage = self._stage
+        embed = embedding_of(stage.model)
+        return read_samples(self._tower, embed, self._target, stage.make_caches)
 
     def _new_executor(self, forms: RoundForms) -> LocalExecutor | PipelineExecutor:
         prefixes, clock = self._prefixes, self._clock
@@ -161,6 +172,7 @@ class TextEngine:
             policy=self.lookup.policy,
             forms=forms,
             views=self._views,
+            row_bytes=self._row_bytes,
         )
 
     def _layer_views(self, loaded: Loaded) -> LayerViews:

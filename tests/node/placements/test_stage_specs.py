@@ -21,7 +21,12 @@ from exo_node.node.placements.local_model import resolve
 from exo_node.node.placements.placements import Placements
 from exo_node.node.placements.planner_view import NodeFactsSource, node_facts
 from exo_node.node.placements.stage_runners import LocalStages
-from exo_node.node.placements.stage_specs import StageSettings, build_specs, on_this_machine
+from exo_node.node.placements.stage_specs import (
+    LEAST_MARGIN,
+    StageSettings,
+    build_specs,
+    on_this_machine,
+)
 from exo_node.node.placements.stages import Stages
 from exo_node.node.rpc.model_files import ModelFilesClient
 from exo_node.node.runners.supervisor import Supervisor
@@ -174,6 +179,27 @@ def test_a_machine_decides_with_which_others_it_reads(
     assert (facts.reads, facts.keeps_readers, facts.reads_any) == expected
     spec = on_this_machine(pb.StageSpec(reads_any=True), tmp_path, settings, absent)
     assert spec.reads_any is expected[-1]
+
+
+@pytest.mark.parametrize(
+    ("planned", "allowed", "limit"),
+    [
+        (0, 0, 0),
+        (0, 7 * 10**9, 7 * 10**9),
+        (20 * 10**9, 0, 21 * 10**9),
+        (20 * 10**9, 7 * 10**9, 7 * 10**9),
+        (10**6, 7 * 10**9, 10**6 + LEAST_MARGIN),
+    ],
+)
+def test_a_runner_may_take_little_more_memory_than_planned(
+    planned: int, allowed: int, limit: int, tmp_path: Path
+) -> None:
+    """Or what its operator allows, if that is less."""
+    environment = {"EXO_MEMORY_LIMIT": str(allowed)} if allowed else {}
+    settings = load_settings({"data_dir": str(tmp_path)}, environment)
+    stages = [pb.PlannedStage(memory_bytes=1), pb.PlannedStage(memory_bytes=planned)]
+    own_spec = pb.StageSpec(stage=1, plan=pb.PlacementPlan(stages=stages))
+    assert on_this_machine(own_spec, tmp_path, settings, absent).memory_limit_bytes == limit
 
 
 @pytest.mark.parametrize("value", ["2", "all", "any,1", "copies\x00", "none"])

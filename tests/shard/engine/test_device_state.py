@@ -8,8 +8,9 @@ import functools
 import itertools
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
+import mlx.core as mx
 import pytest
 from budget import seeds
 from driven import driven
@@ -20,6 +21,7 @@ from small import LAYERS, small_spec
 
 from exo_node.mtp.caches.batch_caches import BatchCache, BatchTapedCache, change_all
 from exo_node.mtp.caches.batch_slots import Change
+from exo_node.mtp.families.taped_gated_delta import row_state_bytes
 from exo_node.mtp.types import Sampling
 from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.request import Parameters
@@ -98,3 +100,50 @@ def test_joins_and_leaves_after_uneven_acceptance_leave_every_answer_its_own(
         )
     assert served.live_requests == 0 and served.cache_bytes() == 0
     assert device_changes == {"leave", "join"}
+
+
+@pytest.mark.parametrize("room", [0, 1 << 40])
+def test_requests_draft_together_only_where_the_states_have_memory(
+    room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers stay as they are, and say why they draft nothing."""
+    monkeypatch.setattr(mx, "get_memory_limit", lambda: room)
+    readers = [Reader(request(prompt(n), 3, 24, ignore_eos=True)) for n in range(4)]
+    served = engine()
+    driven(served, readers)
+    shared = [
+        round_
+        for reader in readers
+        for round_ in reader.rounds
+        if round_.forward.batch > 1 and round_.forward.rows > 1
+    ]
+    assert bool(shared) == bool(room)
+    for reader in readers:
+        assert tuple(reader.ids) == alone(reader.request).ids
+        assert reader.end is not None
+        reason = reader.end.stats.depth_reason
+        assert ("K = 0" in reason and "memory for the states of" in reason) != bool(room)
+
+
+def test_prefixes_and_rows_of_the_last_round_give_way_to_the_next_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So a depth for which there is memory is not given up in every second round."""
+    rows = list[int]()
+    row_bytes = row_state_bytes(loaded().model.own_modules(outer=False))
+
+    def limit() -> int:
+        """Of memory for two rows of each request beside all that is no state of a round."""
+        batch = max(cast(Any, served)._executor._groups.groups, key=lambda each: len(each.requests))
+        rows.append(batch.state_rows)
+        gives_way = row_bytes * batch.state_rows + served.prefix_cache_bytes
+        others = mx.get_active_memory() - gives_way
+        return (others + row_bytes * (2 * len(batch.requests)) + 1024) * 16 // 15
+
+    served = engine(prefix_cache_bytes=64 << 20)
+    monkeypatch.setattr(mx, "get_memory_limit", limit)
+    readers = [Reader(request(prompt(n, 200), 3, 24, ignore_eos=True)) for n in range(4)]
+    driven(served, readers)
+    widths = [r.forward.rows for r in readers[0].rounds if r.forward.batch == 4]
+    assert len(widths) > 4 and set(widths) == {2} and served.prefix_cache_bytes
+    assert {*rows} >= {4, 8}, "behind a change of members, and behind a round of two rows each"

@@ -23,6 +23,7 @@ from exo_node.mtp.seams import Want
 from exo_node.mtp.targets import FamilyTarget
 from exo_node.shard.engine import prefill_forward
 from exo_node.shard.engine.answers.text_engine import TextEngine
+from exo_node.shard.engine.drafter import Drafter
 from exo_node.shard.engine.request import Parameters
 
 TOKENS = 30
@@ -138,11 +139,11 @@ def test_neither_prompts_nor_answers_are_read_while_drafts_do_not_pay(bench: Ben
         assert stats.draft_k_histogram[0] >= TOKENS - 10
 
 
-def test_the_first_round_after_a_change_of_members_teaches_no_costs(
+def test_first_rounds_of_members_and_of_depths_teach_no_costs(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels for its size may be compiled in it."""
-    learned, played = list[int](), list[int]()
+    """Kernels may be compiled in them."""
+    learned, played = list[int](), list[tuple[int, int]]()
     plain_learn, plain_choose = RoundPolicy.learn, RoundPolicy.choose
 
     def learn(self: RoundPolicy, size: int, *rest: Any) -> None:
@@ -150,8 +151,9 @@ def test_the_first_round_after_a_change_of_members_teaches_no_costs(
         plain_learn(self, size, *rest)
 
     def choose(self: RoundPolicy, offers: Sequence[Offer], *rest: Any, **options: Any) -> Any:
-        played.append(len(offers))
-        return plain_choose(self, offers, *rest, **options)
+        choice = plain_choose(self, offers, *rest, **options)
+        played.append((len(offers), choice.width))
+        return choice
 
     monkeypatch.setattr(RoundPolicy, "learn", learn)
     monkeypatch.setattr(RoundPolicy, "choose", choose)
@@ -159,9 +161,35 @@ def test_the_first_round_after_a_change_of_members_teaches_no_costs(
     readers[0] = Reader(default(prompt(0, 20), TOKENS // 2))  # it leaves first
     driven(watched(bench, ahead=False), readers)
     for size in (3, 4):
-        stretches = sum(a != size == b for a, b in pairwise([0, *played]))
-        assert stretches and learned.count(size) == played.count(size) - stretches
-    assert learned.count(1) == played.count(1)
+        firsts = {played.index(form) for form in played if form[0] == size}
+        changes = {
+            i for i, (a, b) in enumerate(pairwise([(0, 0), *played])) if a[0] != size == b[0]
+        }
+        rounds = sum(form[0] == size for form in played)
+        assert firsts - changes and learned.count(size) == rounds - len(firsts | changes)
+    assert learned.count(1) == sum(form[0] == 1 for form in played)
+
+
+def test_what_a_head_took_to_wake_is_no_part_of_a_rounds_cost(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, seconds = taught(bench), list[float]()
+    wake, learn = Drafter.wake, RoundPolicy.learn
+
+    def slow_wake(self: Drafter) -> None:
+        bench.now += 1000
+        wake(self)
+
+    def noted(self: RoundPolicy, *round_: Any) -> None:
+        seconds.append(round_[-1])
+        learn(self, *round_)
+
+    monkeypatch.setattr(Drafter, "wake", slow_wake)
+    monkeypatch.setattr(RoundPolicy, "learn", noted)
+    readers = crowd(4, 200)
+    readers.append(Reader(default(prompt(9, 200), 4 * TOKENS)))
+    driven(served, readers)
+    assert bench.now > 1000 and max(seconds) < 100
 
 
 def test_it_catches_up_where_so_many_leave_that_drafts_pay(bench: Bench) -> None:

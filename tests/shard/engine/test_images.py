@@ -37,13 +37,14 @@ from exo_node.mtp.schedule import prefill_ends
 from exo_node.mtp.targets import FamilyTarget, WholeTarget
 from exo_node.mtp.types import Sampling
 from exo_node.shard.engine import prefill_forward
+from exo_node.shard.engine.answers import model_measurements
 from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.prefill_forward import PrefillForward
 from exo_node.shard.engine.prefixes.disk import PrefixDisk
 from exo_node.shard.engine.prompt_images import PromptImages
 from exo_node.shard.engine.states.state import State
 from exo_node.shard.model.stage_model import StageModel
-from exo_node.shard.model.tower import embedding_of
+from exo_node.shard.model.tower import Features, Tower, embedding_of
 from exo_node.shard.text.image_rows import PreparedImage, digest_of
 from exo_node.shard.tools.bare_engine import bare_request
 
@@ -129,6 +130,27 @@ def test_a_tower_is_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
             parts[number] += 1
     layers, depth = 4, 2
     assert parts == {0: layers + depth, 1: layers + 2 * depth}
+
+
+@pytest.mark.parametrize("folder", (DENSE, DEEP, GEMMA, MISTRAL), ids=lambda folder: folder.name)
+def test_a_gpu_reads_images_of_its_own_before_the_first_ones_of_people(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the first one waits for kernels. Answers stay as they are."""
+    encoded = list[tuple[int, ...]]()
+    features = Tower.features
+
+    def noted(self: Tower, image: PreparedImage) -> Features:
+        encoded.append(image.grid)
+        return features(self, image)
+
+    monkeypatch.setattr(Tower, "features", noted)
+    for is_gpu in (False, True):
+        monkeypatch.setattr(model_measurements, "available", lambda is_gpu=is_gpu: is_gpu)
+        served = picture_engine(folder)
+        served.measurements.measure()
+        assert len(set(encoded)) == len(encoded) and bool(encoded) == is_gpu
+    require_right(answer(served, picture_request(case(0, folder), 0, folder)), case(0, folder))
 
 
 def test_penalties_and_copies_pass_over_rows_of_images() -> None:

@@ -11,12 +11,18 @@ from tiny import taped_qwen
 
 from exo_node.mtp.pieces import result_of
 from exo_node.mtp.probe import LONGEST_PROBED
+from exo_node.mtp.targets import FamilyTarget
+from exo_node.shard.engine.answers import probing
 from exo_node.shard.engine.answers.draft_profile import (
     DraftProfile,
     DraftProfileKey,
     MeasuredIdentity,
 )
-from exo_node.shard.engine.answers.probing import probe_batch_identity, probe_identity
+from exo_node.shard.engine.answers.probing import (
+    probe_batch_identity,
+    probe_identity,
+    probe_shared_copies,
+)
 
 KEY = DraftProfileKey("chip", "f" * 64, "float32", "0.32.4", 0)
 
@@ -83,6 +89,30 @@ def test_a_limit_outlives_the_process_and_files_without_one_mean_none(tmp_path: 
     assert of_old == MeasuredIdentity.of(3, 3, 64) and of_old.depth == 3
     near_tie = MeasuredIdentity.of(None, 3, 64)
     assert (near_tie.value, near_tie.depth) == ("near_tie", 3)
+
+
+def test_batches_are_measured_again_where_there_is_memory_for_more_rows(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds have no more rows than were measured, in a later load with more memory too."""
+    kept, before, rounds = profile_in(tmp_path), None, list[int]()
+    forward = FamilyTarget.forward_batch
+
+    def noted(self: FamilyTarget, tokens: mx.array, caches: Any) -> Any:
+        rounds.append(tokens.size)
+        return forward(self, tokens, caches)
+
+    monkeypatch.setattr(FamilyTarget, "forward_batch", noted)
+    for rows, measured in ((32, 32), (16, 32), (32, 32), (48, 48)):
+        monkeypatch.setattr(probing, "rows_to_probe", lambda _subject, rows=rows: rows)
+        subject = subject_of(model, context=64)
+        pieces = list(probe_batch_identity(subject, 3, kept))
+        copies = result_of(probe_shared_copies(subject, (3, 15), kept))
+        assert kept.batch_identity is not None
+        assert kept.batch_identity.rows == copies.rows == measured == max(rounds)
+        assert bool(pieces) == (kept.batch_identity is not before)
+        before = kept.batch_identity
+        assert probing.sizes_of(3, 16, measured) == (3, measured // 4)
 
 
 def test_choosing_is_tried_as_a_model_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
