@@ -3,6 +3,7 @@
     python bench/drafting_clients.py demo [--clients 1,2,8] [--prompt 300] [--tokens 96]
         [--repeats 5]
     python bench/drafting_clients.py 27B:4 --prompt 1012 --tokens 128 [--layers 0.05]
+        [--context 32768]
     python bench/drafting_clients.py demo --beside 3000
 
 Each repeat answers with both kinds of requests, in turn, in one process that holds one engine, on
@@ -11,6 +12,9 @@ within a repeat: tokens a second from the first request to the last end, and, fo
 machine without a GPU, tokens for each second of CPU time that this process had.
 `first_s` is the time to the first and to the last client's first token. A warm-up of each comes
 before, in which the engine measures the costs of drafts for that many clients.
+
+A shape has the memory that a node would plan for `--context` tokens, and MLX's limit as a runner
+has it. `memory` of a kind, and of what is measured at load, is in GB, see `memory_watch.py`.
 
 A shape (see bench/shapes.py) has random weights. Its layers are scaled by `--layers`, so that the
 last token decides most of the next one, and its head drafts from that token alone: the less
@@ -42,9 +46,13 @@ from exo_node.shard.model import loader_import  # before MLX, so that products o
 # isort: split
 import mlx.core as mx
 from engines import load_quietly, spec
+from memory_watch import MemoryWatch
 from shape_engine import shape_engine
+from shapes import SHAPES
 
 from exo_node.mtp.types import Round, Sampling
+from exo_node.node.placements.stage_specs import memory_limit
+from exo_node.placement.cost import HEADROOM
 from exo_node.proto import peer_pb2 as pb
 from exo_node.shard.engine.answers.events import AnswerEnd, Delta
 from exo_node.shard.engine.answers.text_engine import AnswerHandle, TextEngine
@@ -107,6 +115,10 @@ class KindRun:
     start: float
     cpu_s: float
     """CPU time of this process until the last end."""
+    memory: dict[str, float]
+    """See `MemoryWatch.figures`."""
+    reason: str
+    """Why the last round drafted as many tokens as it did."""
 
     @property
     def tokens(self) -> int:
@@ -145,6 +157,8 @@ class KindRun:
             "behind_first_s": round(self.behind_first, 1),
             "accepted": round(sum(s.accepted_draft_tokens for s in stats) / max(1, drafted), 2),
             "rounds_by_k": rounds,
+            "depth_reason": self.reason,
+            "memory": self.memory,
         }
 
 
@@ -152,6 +166,9 @@ def main() -> int:
     options = _options()
     compute = ComputeThread()
     engine = compute.submit(lambda: _engine(options)).result()
+    with MemoryWatch() as watch:
+        compute.submit(engine.measurements.measure).result()
+    print(json.dumps({"measuring": watch.figures}), flush=True)
     drafts, batches = engine.measurements.identity, engine.measurements.batch_identity
     bitwise = drafts == batches == "bitwise"
     print(f"{mx.default_device()}: drafts {drafts}, batches {batches}")
@@ -163,7 +180,8 @@ def main() -> int:
     same = True
     for count in options.clients:
         for kind in KINDS:
-            _ = _run(compute, engine, _requests(options, count, -1, kind))
+            run = _run(compute, engine, _requests(options, count, -1, kind))
+            print(json.dumps({"clients": count, "first": kind, "memory": run.memory}), flush=True)
         pairs = list[dict[str, KindRun]]()
         for repeat in range(options.repeats):
             runs = {
@@ -237,11 +255,13 @@ def _run(compute: ComputeThread, engine: TextEngine, requests: Sequence[Paramete
         time.perf_counter(),
         time.process_time(),
     )
-    for client in clients:
-        client.drive(compute, engine)
-    for client in clients:
-        client.wait()
-    return KindRun(clients, start, time.process_time() - cpu)
+    with MemoryWatch() as watch:
+        for client in clients:
+            client.drive(compute, engine)
+        for client in clients:
+            client.wait()
+    reason = engine.drafting.depth_reason
+    return KindRun(clients, start, time.process_time() - cpu, watch.figures, reason)
 
 
 def _requests(
@@ -276,13 +296,26 @@ def _engine(options: argparse.Namespace) -> TextEngine:
     else:
         plan = _engine_options(options, "bfloat16")
         engine = shape_engine(options.model, plan, options.layers)
-    engine.measurements.measure()
+        _limit_memory(options, plan)
     return engine
+
+
+def _limit_memory(options: argparse.Namespace, plan: EngineOptions) -> None:
+    """Limits MLX as a runner does, by the planner's figure for the weights that are loaded."""
+    mx.clear_cache()
+    shape = SHAPES[options.model.partition(":")[0]]
+    caches = shape["num_hidden_layers"] // shape["full_attention_interval"] + 1  # the head's
+    row = caches * 4 * shape["num_key_value_heads"] * shape["head_dim"]
+    over, under = HEADROOM
+    planned = (mx.get_active_memory() + plan.context_length * row) * over // under
+    limit = memory_limit(planned, 0)
+    _ = mx.set_memory_limit(limit)
+    print(f"plan {planned / 1e9:.2f} GB, MLX's limit {limit / 1e9:.2f} GB", flush=True)
 
 
 def _engine_options(options: argparse.Namespace, dtype: str) -> EngineOptions:
     context = max(options.clients) * (options.prompt + options.tokens + 64)
-    context = max(context, 2 * options.beside + 8192)
+    context = options.context or max(context, 2 * options.beside + 8192)
     return EngineOptions(
         dtype,
         max(4400, context),
@@ -307,6 +340,7 @@ def _options() -> argparse.Namespace:
     _ = add("--repeats", type=int, default=5)
     _ = add("--beside", type=int, default=0, help="rows of a prompt that is read beside an answer")
     _ = add("--prefixes", type=int, default=4096, help="MiB for prefixes and requests; 0: none")
+    _ = add("--context", type=int, default=0, help="tokens of the plan; 0: as clients need")
     _ = add("--layers", type=float, default=0.05, help="how much a shape's layers count")
     return parser.parse_args()
 
