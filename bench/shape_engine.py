@@ -56,10 +56,18 @@ def shape_engine(
     codec: NoText | None = None,
     make_disk: Callable[[StageModel], PrefixDisk] | None = None,
 ) -> TextEngine:
-    """An engine of a shape, `NAME:BITS` of bench/shapes.py.
+    """An engine of a shape; see `load_shape`. `make_disk`: its prefixes on disk."""
+    loaded = load_shape(shape, options, layers, codec=codec)
+    return TextEngine(loaded, options, prefix_disk=make_disk(loaded.model) if make_disk else None)
+
+
+def load_shape(
+    shape: str, options: EngineOptions, layers: float, *, codec: NoText | None = None
+) -> Loaded:
+    """A model with its head, `NAME:BITS` of bench/shapes.py.
 
     `layers` scales the layers against the embedding: the less, the more does the last token alone
-    decide the next one. The head drafts from that token alone. `make_disk`: its prefixes on disk.
+    decide the next one. The head drafts from that token alone.
     """
     name, _, bits = shape.partition(":")
     subject = ShapeModel(name, int(bits or 16), 5, 64)
@@ -76,8 +84,7 @@ def shape_engine(
     rows_and_ids = options.prefill_chunk, options.context_length, vocabulary
     limits = StageLimits(name, 0, options.dtype, hidden, *rows_and_ids)
     text = cast(Any, codec or NoText())
-    loaded = Loaded(stage, limits, text, subject.head, kernels=kernels)
-    return TextEngine(loaded, options, prefix_disk=make_disk(stage) if make_disk else None)
+    return Loaded(stage, limits, text, subject.head, kernels=kernels)
 
 
 def _weaken(layers: Sequence[nn.Module], factor: float) -> None:
