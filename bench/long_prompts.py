@@ -1,15 +1,17 @@
 """Measures long prompts that nodes of one core each read together, against one node.
 
     python bench/long_prompts.py [--prompts 8000 16000] [--nodes 2] [--repeats 3] [--k 0]
-        [--model demo-long | half] [--context 32768]
-    python bench/long_prompts.py --kills 60 [--prompts 3000] [--seed 1]
+        [--model demo-long | half] [--context 32768] [--kv-bits 8] [--any-kind]
+    python bench/long_prompts.py --kills 60 [--prompts 3000] [--seed 1] [--any-kind]
     python bench/long_prompts.py --computed [--tokens-per-second 121.6]
 
 Each arm has nodes of its own with empty data folders, one core each, and a copy of the model on
 each; prompts are random ids, others in each repeat. The ids and log-probabilities of every answer
 are compared with those of one node. A first prompt is not counted: with it, each machine checks the
-layers of a new cut, once. `half` is a random model of half a billion parameters in 4 bits. Needs a
-quiet machine with as many cores; Linux. Ends with status 1 if an answer differs.
+layers of a new cut, once. `half` is a random model of half a billion parameters in 4 bits.
+`--kv-bits` quantises attention's caches; with `--any-kind` nodes read with machines of any kind
+(`EXO_READERS=any`), which here are of one. Needs a quiet machine with as many cores; Linux. Ends
+with status 1 if an answer differs.
 
 `--kills` kills or stops, at a random moment of a prompt's reading, the runner that reads or the one
 that answers, so many times in turn, and compares the ids with those of a prompt that was left
@@ -60,7 +62,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         flags = _model(Path(scratch) / "models", options.model, options.context)
         for count in (1, options.nodes):
-            with _cluster(Path(scratch) / f"{count}", flags, options.model, count) as door:
+            with _cluster(Path(scratch) / f"{count}", flags, options, count) as door:
                 _ = _ask(door, options.model, _ids(options.prompts[0], -1), options.k)
                 answers[count] = [
                     _ask(door, options.model, _ids(rows, repeat), options.k)
@@ -92,7 +94,7 @@ def _kill(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         flags = _model(Path(scratch) / "models", options.model, options.context)
         folder = Path(scratch) / "kills"
-        with _cluster(folder, flags, options.model, 2) as door, ThreadPoolExecutor(1) as pool:
+        with _cluster(folder, flags, options, 2) as door, ThreadPoolExecutor(1) as pool:
             for number in range(options.kills):
                 ids = _ids(options.prompts[0], number)
                 expected = _ask(door, options.model, ids, options.k, cache=False)
@@ -159,8 +161,11 @@ def _model(folder: Path, name: str, context: int) -> tuple[str, ...]:
 
 
 @contextmanager
-def _cluster(folder: Path, flags: Sequence[str], model: str, count: int) -> Generator[Node]:
+def _cluster(
+    folder: Path, flags: Sequence[str], options: argparse.Namespace, count: int
+) -> Generator[Node]:
     """The first of `count` nodes, each with a core and a copy of the model."""
+    env = {"EXO_READERS": "any"} if options.any_kind else {}
     with ExitStack() as stack:
         first: Node | None = None
         for core in range(count):
@@ -168,12 +173,14 @@ def _cluster(folder: Path, flags: Sequence[str], model: str, count: int) -> Gene
             data = folder / f"n{core}"
             more = () if first is None else ("--peer", grpc_address(first))
             where = data if first is None else copy_key(first, data)
-            started = node(where, "--no-mdns", *flags, *more, command=command)
+            started = node(where, "--no-mdns", *flags, *more, command=command, env=env)
             running = stack.enter_context(started)
             first = first or running
         assert first is not None
         eventually(lambda: sees(first, count), WITHIN_S)
-        body = {"model": model, "replicas": count}
+        body = {"model": options.model, "replicas": count}
+        if options.kv_bits:
+            body["kv_bits"] = options.kv_bits
         placed = first.call("POST", "/v1/placements", body, timeout_s=LOAD_S)
         assert placed.status == 200, placed
         eventually(lambda: _ready(first) == count, LOAD_S)
@@ -212,6 +219,8 @@ def _options() -> argparse.Namespace:
         "--model", choices=[conversation_turns.MODEL, "half"], default=conversation_turns.MODEL
     )
     _ = parser.add_argument("--context", type=int, default=32_768)
+    _ = parser.add_argument("--kv-bits", type=int, choices=[0, 4, 8], default=0)
+    _ = parser.add_argument("--any-kind", action="store_true")
     _ = parser.add_argument("--kills", type=int, default=0)
     _ = parser.add_argument("--seed", type=int, default=1)
     _ = parser.add_argument("--computed", action="store_true")

@@ -25,10 +25,9 @@ CHUNK_S: Final = 0.002
 STATE_NUMBERS: Final = 320
 """Numbers of a recurrent layer's state, in float32, for each of a hidden state: Qwen3.6-27B has
 307 (48 layers, 75 MB)."""
-FILE_BYTES_S: Final = 340e6
-"""Bytes of what readers send for which the answering node is expected to spend a second beside its
-layers, to check and unpack them. Two H200s of one host took 10.3 to 11.6 s to read 32,000 rows with
-2.3 GB, where one takes 9.1 s and the link alone promised 6.1."""
+FILE_BYTES_S: Final = 500e6
+"""Bytes a second of what a reader sends that are packed, checked and unpacked beside the layers,
+however fast the link is. A MB takes 1.7 ms of a processor on either side, in several threads."""
 ANY_KIND: Final = "any-"
 MOST_READERS: Final = 4
 MIN_FORWARDS: Final = 3
@@ -212,21 +211,18 @@ def _seconds(
     """Seconds to read `rows` rows, the state after `cached_rows` sent before."""
     chunk = min(sizes.chunk, rows)
     computing = [own_row_s * own_layers * chunk]
-    links, before, after, round_trip, files = list[float](), 0.0, 0.0, 0.0, 0.0
+    links, before, after, round_trip = list[float](), 0.0, 0.0, 0.0
     for number, (reader, count) in enumerate(parts):
         computing.append(reader.row_s * count * chunk)
         returns_hidden = sizes.drafts or number < len(parts) - 1
         nbytes = count * sizes.row_bytes + sizes.hidden_bytes * (1 + returns_hidden)
-        links.append(nbytes * chunk / reader.bandwidth)
-        files += nbytes * rows
-        states = count * sizes.state_bytes
-        before += (count * sizes.row_bytes * cached_rows + states * (cached_rows > 0)) / (
-            reader.bandwidth
-        )
-        after += states / reader.bandwidth
+        rate, states = min(reader.bandwidth, FILE_BYTES_S), count * sizes.state_bytes
+        links.append(nbytes * chunk / rate)
+        before += (count * sizes.row_bytes * cached_rows + states * (cached_rows > 0)) / rate
+        after += states / rate
         round_trip += reader.round_trip_s + CHUNK_S
     # All links end at the answering node, which may have one port.
     slowest = max(*computing, sum(links))
     chunks = ceil(rows / chunk)
     fill = sum(computing) + sum(links) + round_trip
-    return before + fill + (chunks - 1) * slowest + after + files / FILE_BYTES_S
+    return before + fill + (chunks - 1) * slowest + after

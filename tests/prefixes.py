@@ -33,7 +33,9 @@ GREEDY = Sampling()
 
 
 @functools.cache
-def hybrid() -> Loaded:
+def hybrid(number: int = 0) -> Loaded:
+    """`number`: of one of several with the same weights, as two threads cannot share one."""
+    del number
     loaded = load_quietly(small_spec(native_mtp=True))
     model: Any = loaded.model.model
     assert perturb(model, by_rows, size=0.1) > 4

@@ -1,6 +1,6 @@
 """Readers in this process: layers of other engines, by the frames and files that runners send."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from exo_node.placement.errors import ExoNodeError, PeerLost
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto.fields import changed
 from exo_node.shard.checkpoint.files import Buffer
-from exo_node.shard.checkpoint.prefix_files import PrefixReceiver, StoredTensor, pieces_of
+from exo_node.shard.checkpoint.prefix_files import PrefixReceiver
 from exo_node.shard.engine.answers.events import AnswerEnd, Delta
 from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.layer_engine import LayerEngine
@@ -85,12 +85,8 @@ class LocalReaders:
                     receiver.feed(bytes(piece))
                 prefix = receiver.finish()
 
-            def deliver(
-                description: Mapping[str, Any],
-                tensors: Mapping[str, StoredTensor],
-                own: _Reader = reader,
-            ) -> None:
-                own.returned.append(b"".join(map(bytes, pieces_of(description, tensors, _never))))
+            def deliver(pieces: Iterator[Buffer], own: _Reader = reader) -> None:
+                own.returned.append(b"".join(map(bytes, pieces)))
 
             reader.request = reader.engine.begin_read(wire, prefix, deliver, self._fail)
 
@@ -100,8 +96,8 @@ class LocalReaders:
             trip.fault = trip.fault or fault
             trip.is_back = True
 
-    def send(self, block: HiddenBlock, wanted: Wanted) -> ReadTrip:
-        trip = ReadTrip()
+    def send(self, block: HiddenBlock, data: Callable[[], bytes], wanted: Wanted) -> ReadTrip:
+        trip, block = ReadTrip(), replace(block, data=data())
         self._under_way.append((trip, block, wanted))
         self._moved[trip] = 0
         self._pass_on(0, block)
@@ -151,7 +147,7 @@ class LocalReaders:
             self._under_way = [each for each in self._under_way if each[0] is not trip]
             trip.is_back = True
         else:
-            self._pass_on(number + 1, replace(block, data=bytes(received.bytes_of("hidden"))))
+            self._pass_on(number + 1, replace(block, data=bytes(received.content_of("hidden"))))
 
     def close(self) -> None:
         self.is_closed = True
@@ -159,10 +155,6 @@ class LocalReaders:
             if reader.request is not None:
                 reader.engine.cancel(reader.request)
                 self.closed_reads += 1
-
-
-def _never() -> None:
-    pass
 
 
 class Drive:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple, TypeAlias, cast
@@ -37,6 +38,7 @@ _FOLDER: Final = re.compile(r"([0-9]+-)?[0-9a-f]{32}")
 """The folders of all formats, of which the first had no number."""
 _FILE: Final = re.compile(r"[0-9a-f]{40}(-mtp)?\.safetensors(\.[0-9a-f]{8})?")
 """Files, and the partial ones of processes that were killed."""
+_CHECKSUMS: Final = ThreadPoolExecutor(READERS, "checksums")
 _LENGTH_BYTES: Final = 8
 _PREFIX: Final = "prefix"
 _CHECKSUM: Final = "sha256"
@@ -46,8 +48,8 @@ Offsets: TypeAlias = Mapping[str, Mapping[str, Sequence[int]]]
 """A safetensors header without its metadata."""
 
 
-TensorContent: TypeAlias = tuple[str, tuple[int, ...], bytes | bytearray]
-"""A tensor's dtype, shape and bytes."""
+TensorContent: TypeAlias = tuple[str, tuple[int, ...], Any]
+"""A tensor's dtype, shape and bytes, or what `PrefixReceiver` made of them."""
 
 
 class TensorEntry(NamedTuple):
@@ -165,9 +167,11 @@ def pieces_of(
     check: Callable[[], None],
 ) -> Iterator[Buffer]:
     """The content of a file, in pieces. `check` is called between pieces and may raise."""
+    contents = [each.data for each in tensors.values()]
+    digests = _CHECKSUMS.map(partial(_digest, check=check), contents)
     entries = {
-        name: TensorEntry(each.dtype, each.shape, _digest(each.data, check), each.data.nbytes)
-        for name, each in tensors.items()
+        name: TensorEntry(each.dtype, each.shape, digest, each.data.nbytes)
+        for (name, each), digest in zip(tensors.items(), digests, strict=True)
     }
     yield header_of(description, entries)
     for each in tensors.values():
@@ -192,9 +196,7 @@ def header_of(description: Mapping[str, Any], tensors: Mapping[str, TensorEntry]
 class ReceivedPrefix:
     """A whole file whose checksums have matched. Each tensor is given out once, and then freed."""
 
-    def __init__(
-        self, description: Mapping[str, Any], tensors: dict[str, bytearray], size: int
-    ) -> None:
+    def __init__(self, description: Mapping[str, Any], tensors: dict[str, Any], size: int) -> None:
         self.description = description
         self._tensors = tensors
         self.size = size
@@ -213,8 +215,8 @@ class ReceivedPrefix:
     def rows(self) -> int:
         return self.description["rows"]
 
-    def bytes_of(self, name: str) -> bytearray:
-        """The bytes of a tensor that was not given out. Raises KeyError if there is none."""
+    def content_of(self, name: str) -> Any:
+        """What is kept of a tensor that was not given out. Raises KeyError if there is none."""
         return self._tensors[name]
 
     def tensors(self, names: Iterable[str]) -> Generator[TensorContent]:
@@ -227,18 +229,27 @@ class ReceivedPrefix:
 class PrefixReceiver:
     """Takes the pieces of one file, in order. Any thread, one at a time."""
 
-    def __init__(self, limit: int, check: Callable[[Mapping[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        limit: int,
+        check: Callable[[Mapping[str, Any]], None],
+        convert: Callable[[Sequence[bytearray]], Sequence[Any]] = lambda tensors: tensors,
+    ) -> None:
         """`limit`: bytes of all tensors. `check` is called with the description, before any tensor
-        is taken, and raises ValueError or a parser's error if it is not what was asked for."""
+        is taken, and raises ValueError or a parser's error if it is not what was asked for.
+        `convert`: makes what is kept of tensors' verified bytes."""
         self._limit = limit
         self._check = check
+        self._convert = convert
         self._header: bytearray | None = bytearray()
         """None once it is complete."""
         self._description: Mapping[str, Any] = {}
         self._pending: list[tuple[str, int]] = []
         """Names and sizes of the tensors that are to come, the next one last."""
         self._tensor = bytearray()
-        self._tensors: dict[str, bytearray] = {}
+        self._whole: dict[str, bytearray] = {}
+        """Tensors that are complete, but not verified."""
+        self._tensors: dict[str, Any] = {}
         self._size = 0
 
     def feed(self, piece: bytes) -> None:
@@ -261,6 +272,7 @@ class PrefixReceiver:
             self._tensor += rest[:needed]
             rest = rest[needed:]
             self._finish_tensors()
+        self._verify()
 
     def finish(self) -> ReceivedPrefix:
         """The file, after its last piece. Raises ValueError if something is missing."""
@@ -297,13 +309,20 @@ class PrefixReceiver:
         self._finish_tensors()
 
     def _finish_tensors(self) -> None:
-        """Verifies the tensors that are complete."""
+        """Notes the tensors that are complete."""
         while self._pending and len(self._tensor) == self._pending[-1][1]:
-            name, _ = self._pending.pop()
-            _, _, checksum = self._description["tensors"][name]
-            if hashlib.sha256(self._tensor).hexdigest() != checksum:
+            self._whole[self._pending.pop()[0]], self._tensor = self._tensor, bytearray()
+
+    def _verify(self) -> None:
+        contents = [memoryview(data) for data in self._whole.values()]
+        digests = _CHECKSUMS.map(_digest, contents)
+        for name, digest in zip(self._whole, digests, strict=True):
+            if digest != self._description["tensors"][name][2]:
                 raise ValueError("its bytes are not those that were written")
-            self._tensors[name], self._tensor = self._tensor, bytearray()
+        if self._whole:
+            kept = self._convert(list(self._whole.values()))
+            self._tensors |= zip(self._whole, kept, strict=True)
+            self._whole.clear()
 
 
 class FileSize(NamedTuple):
@@ -359,7 +378,7 @@ def _checksum_of(description: str) -> str:
     return hashlib.sha256(description.encode()).hexdigest()
 
 
-def _digest(data: memoryview, check: Callable[[], None]) -> str:
+def _digest(data: memoryview, check: Callable[[], None] = lambda: None) -> str:
     digest = hashlib.sha256()
     for piece in _cut(data, check):
         digest.update(piece)

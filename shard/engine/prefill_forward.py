@@ -67,18 +67,21 @@ class PrefillForward:
 
     def advance(self) -> bool:
         """Evaluates the next layers' caches for a while, those of a tower first. Returns whether
-        all layers are evaluated.
+        all layers are issued.
 
         A part takes PART_SHARE of the time since the last part. Each layer is issued before the
-        one in front of it is waited for, so that a GPU always has work. Outputs after the last
-        layer's cache stay lazy, since they may not be needed.
+        one in front of it is waited for, and the last one is not waited for here, so that a GPU
+        always has work. Outputs after the last layer's cache stay lazy, since they may not be
+        needed.
         """
         began_at = self._clock()
         part_s = min(max(MIN_PART_S, PART_SHARE * (began_at - self._paused_at)), MAX_PART_S)
         while self._issued_layer is not None:
             layer, self._issued_layer = self._issued_layer, _issue_next(self._layers)
+            if self._issued_layer is None:
+                return True
             mx.eval(layer)
-            if self._issued_layer is not None and self._clock() - began_at >= part_s:
+            if self._clock() - began_at >= part_s:
                 self._paused_at = self._clock()
                 return False
         return True

@@ -139,7 +139,8 @@ class PromptReadings:
         if landed.end == len(request.prompt):
             self.end(request)
             return outcomes
-        settle([reading.state])
+        if reading.state.draft is not None:
+            mx.async_eval(reading.state.draft.arrays())
         state = reading.mark(flight.sent)
         if state is not None and request.uses_cache:
             self._prefixes.keep(request.path, state, self._live_bytes())

@@ -34,8 +34,9 @@ FETCH_S: Final = 60.0
 """Limit for all of it, the wait for another transfer included; then the prompt is computed."""
 
 
-CHUNK_BYTES: Final = 1 << 20
-"""The limit of one message."""
+CHUNK_BYTES: Final = 3 << 20
+"""Bytes of one message: gRPC's default limit is 4 MiB, and each has a way through several threads.
+"""
 MAX_READERS: Final = 4
 """States that are sent at the same time: each keeps its arrays in memory until it is sent."""
 
@@ -200,7 +201,22 @@ class PrefixSender:
 
 
 async def chunks_of(pieces: Iterator[Buffer]) -> AsyncGenerator[pb.FileChunk, None]:
-    """Messages of at most CHUNK_BYTES. Each piece is made when the reader has taken the last."""
-    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
-        for begin in range(0, len(piece), CHUNK_BYTES):
-            yield pb.FileChunk(data=bytes(piece[begin : begin + CHUNK_BYTES]))
+    """Messages of at most CHUNK_BYTES. Each is made when the reader has taken the last."""
+    chunks = cut(pieces)
+    while (data := await asyncio.to_thread(next, chunks, None)) is not None:
+        yield pb.FileChunk(data=data)
+
+
+def cut(pieces: Iterator[Buffer]) -> Iterator[bytes]:
+    """The bytes of a file, CHUNK_BYTES at a time."""
+    parts, room = list[Buffer](), CHUNK_BYTES
+    for piece in pieces:
+        rest = memoryview(piece)
+        while rest:
+            parts.append(rest[:room])
+            room, rest = room - len(parts[-1]), rest[room:]
+            if not room:
+                yield b"".join(parts)
+                parts, room = [], CHUNK_BYTES
+    if parts:
+        yield b"".join(parts)

@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,8 @@ from ...placement.reading import may_read
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ...proto.bounds import fault as out_of_bounds
-from ..checkpoint.prefix_files import PrefixReceiver, ReceivedPrefix, StoredTensor, pieces_of
+from ..checkpoint.files import Buffer
+from ..checkpoint.prefix_files import PrefixReceiver, ReceivedPrefix
 from ..engine.compute import ComputeThread
 from ..engine.layer_engine import ReadsLayers
 from ..engine.prefixes.encoding import CONTENT_FAULTS
@@ -23,7 +25,7 @@ from ..engine.reading.views import VIEW_FAULTS
 from ..engine.request import Request
 from ..model.stage_limits import StageLimits
 from ..pipeline.frames import REQUEST_NAME, Assembler
-from .prefix_exchange import chunks_of
+from .prefix_exchange import cut
 from .refusal import Context, refuse
 
 log = logging.getLogger(__name__)
@@ -129,9 +131,9 @@ class _Reading:
         self._begin = begin
         self._ahead = asyncio.Semaphore(BLOCKS_AHEAD)
         self._loop = asyncio.get_running_loop()
-        self._added: asyncio.Queue[
-            tuple[Mapping[str, Any], Mapping[str, StoredTensor]] | BaseException
-        ] = asyncio.Queue()
+        self._replies: asyncio.Queue[pb.ReadReply | BaseException] = asyncio.Queue()
+        """Those of at most BLOCKS_AHEAD forwards."""
+        self._files = ThreadPoolExecutor(1, "read-files")
         self._request: Request | None = None
         self._began_at = time.monotonic()
 
@@ -144,17 +146,16 @@ class _Reading:
             while True:
                 try:
                     async with asyncio.timeout(PULSE_S):
-                        added = await self._added.get()
+                        reply = await self._replies.get()
                 except TimeoutError:
                     self._require_room()
                     yield pb.ReadReply()
                     continue
-                if isinstance(added, BaseException):
-                    raise _as_public(added)
-                async for chunk in chunks_of(pieces_of(*added, lambda: None)):
-                    yield pb.ReadReply(data=chunk.data)
-                yield pb.ReadReply(ends=True, other_kind=self._other_kind)
-                self._ahead.release()
+                if isinstance(reply, BaseException):
+                    raise _as_public(reply)
+                yield reply
+                if reply.ends:
+                    self._ahead.release()
         finally:
             _ = taking.cancel()
             self._compute.post(self._end)
@@ -167,7 +168,7 @@ class _Reading:
 
     def _note_end(self, taking: "asyncio.Task[None]") -> None:
         if not taking.cancelled() and (fault := taking.exception()) is not None:
-            self._added.put_nowait(fault)
+            self._replies.put_nowait(fault)
 
     async def _take(self, requests: AsyncIterator[pb.ReadRequest]) -> None:
         """Takes the state and the forwards that the caller sends."""
@@ -204,15 +205,26 @@ class _Reading:
         return await asyncio.wrap_future(self._compute.submit(work))
 
     def _start(self, prefix: ReceivedPrefix | None) -> Request:
-        def put(item: Any) -> None:
-            _ = self._loop.call_soon_threadsafe(self._added.put_nowait, item)
-
-        self._request = self._engine.begin_read(
-            self._begin, prefix, lambda description, tensors: put((description, tensors)), put
-        )
+        self._request = self._engine.begin_read(self._begin, prefix, self._deliver, self._put)
         return self._request
 
+    def _deliver(self, pieces: Iterator[Buffer]) -> None:
+        _ = self._files.submit(self._send, pieces)
+
+    def _send(self, pieces: Iterator[Buffer]) -> None:
+        """Makes the replies of a forward, on a thread of its own."""
+        try:
+            for data in cut(pieces):
+                self._put(pb.ReadReply(data=data))
+            self._put(pb.ReadReply(ends=True, other_kind=self._other_kind))
+        except Exception as fault:  # of the device, or a library: the caller reads alone
+            self._put(fault)
+
+    def _put(self, reply: pb.ReadReply | BaseException) -> None:
+        _ = self._loop.call_soon_threadsafe(self._replies.put_nowait, reply)
+
     def _end(self) -> None:
+        self._files.shutdown(wait=False, cancel_futures=True)
         if self._request is not None:
             self._engine.cancel(self._request)
 

@@ -20,6 +20,7 @@ from ...proto.fields import changed
 from ..checkpoint.files import Buffer
 from ..checkpoint.prefix_files import PrefixReceiver, ReceivedPrefix
 from ..engine.compute import ComputeThread
+from ..engine.prefixes.encoding import DeviceBytes
 from ..engine.reading.layer_rows import LayerForm, Wanted
 from ..engine.reading.link import LayerRange, ReadOutcome, ReadTrip
 from ..engine.request import Parameters
@@ -42,6 +43,8 @@ class _Forward:
 
     trip: ReadTrip
     block: HiddenBlock
+    data: Callable[[], bytes]
+    """Gives the block's on another thread."""
     wanted: Wanted
     """Of the last reader."""
 
@@ -51,9 +54,9 @@ class _Call:
     """One reader of one prompt."""
 
     source: pb.Reader
-    messages: "asyncio.Queue[pb.ReadRequest]" = field(default_factory=asyncio.Queue)
+    unsent: "asyncio.Queue[_Forward]" = field(default_factory=asyncio.Queue)
     forwards: deque[_Forward] = field(default_factory=deque[_Forward])
-    """Those that it has not returned."""
+    """Those that it has not returned, unsent ones included."""
     task: "asyncio.Task[None] | None" = None
 
 
@@ -95,10 +98,10 @@ class RemoteReaders:
         self.outcome.nodes = [call.source.source.node for call in self._calls]
         _ = self._loop.call_soon_threadsafe(self._open, begin, states)
 
-    def send(self, block: HiddenBlock, wanted: Wanted) -> ReadTrip:
-        trip = ReadTrip()
-        _ = self._loop.call_soon_threadsafe(self._pass_on, 0, _Forward(trip, block, wanted))
-        return trip
+    def send(self, block: HiddenBlock, data: Callable[[], bytes], wanted: Wanted) -> ReadTrip:
+        forward = _Forward(ReadTrip(), block, data, wanted)
+        _ = self._loop.call_soon_threadsafe(self._pass_on, 0, forward)
+        return forward.trip
 
     def close(self) -> None:
         _ = self._loop.call_soon_threadsafe(self._close)
@@ -126,17 +129,9 @@ class RemoteReaders:
             forward.trip.fault, forward.trip.is_back = self._fault, True
             self._wake()
             return
-        call, limits = self._calls[number], self._limits
+        call = self._calls[number]
         call.forwards.append(forward)
-        self.outcome.bytes += len(forward.block.data)
-        for frame in cut(
-            forward.block,
-            call.source.source.placement,
-            limits.stage,
-            limits.dtype,
-            limits.hidden_size,
-        ):
-            call.messages.put_nowait(pb.ReadRequest(frame=frame))
+        call.unsent.put_nowait(forward)
 
     async def _run(
         self, number: int, call: _Call, begin: pb.ReadBegin, state: Iterator[Buffer]
@@ -166,12 +161,23 @@ class RemoteReaders:
                 self.outcome.bytes += len(chunk.data)
                 await stream.write(pb.ReadRequest(prefix=chunk))
             await stream.write(pb.ReadRequest(prefix=pb.FileChunk()))
+        placement, limits = call.source.source.placement, self._limits
         while True:
-            await stream.write(await call.messages.get())
+            forward = await call.unsent.get()
+            try:
+                data = await asyncio.to_thread(forward.data)
+            except Exception as fault:  # of the device too, which the next forward here shows
+                self._fail(fault if isinstance(fault, ExoNodeError) else PeerLost(str(fault)))
+                return
+            self.outcome.bytes += len(data)
+            block = replace(forward.block, data=data)
+            for frame in cut(block, placement, limits.stage, limits.dtype, limits.hidden_size):
+                await stream.write(pb.ReadRequest(frame=frame))
 
     async def _read(self, number: int, call: _Call, stream: Any) -> None:
         """Takes what a reader returns, in order. Raises what it got."""
         receiver: PrefixReceiver | None = None
+        feeding: asyncio.Future[None] | None = None
         returned_at, patience = time.monotonic(), OPENING_S
         while True:
             async with asyncio.timeout(patience):
@@ -179,6 +185,9 @@ class RemoteReaders:
             if not isinstance(reply, pb.ReadReply):  # the end
                 raise PeerLost("its stream ended")
             patience = SILENCE_S
+            if feeding is not None:  # so one piece is checked while the next one comes
+                await feeding
+                feeding = None
             if not call.forwards:
                 returned_at = time.monotonic()
                 if reply.data:
@@ -190,11 +199,16 @@ class RemoteReaders:
                 continue
             forward, form = call.forwards[0], self._forms[number]
             wanted = self._wanted(number, forward)
-            receiver = receiver or PrefixReceiver(form.bytes(wanted), partial(form.check, wanted))
-            await asyncio.to_thread(receiver.feed, reply.data)
+            receiver = receiver or PrefixReceiver(
+                form.bytes(wanted), partial(form.check, wanted), DeviceBytes.of
+            )
+            feeding = self._loop.run_in_executor(None, receiver.feed, reply.data)
             self.outcome.other_kind |= reply.other_kind
             if reply.ends:
-                received, receiver = receiver.finish(), None
+                await feeding
+                if self._fault is not None:  # of another reader meanwhile
+                    raise self._fault
+                received, receiver, feeding = receiver.finish(), None, None
                 returned_at = time.monotonic()
                 self._take(number, call.forwards.popleft(), received)
 
@@ -207,10 +221,10 @@ class RemoteReaders:
         trip = forward.trip
         trip.results.append(received)
         if number < len(self._calls) - 1:
-            data = bytes(received.bytes_of("hidden"))
-            if len(data) != len(forward.block.data):
+            hidden, size = received.content_of("hidden"), Wanted(0, 0, False, forward.block.rows)
+            if len(hidden) != self._forms[number].bytes(size):
                 raise ValueError("its hidden states have another size")
-            forward.block = replace(forward.block, data=data)
+            forward.data = partial(bytes, hidden)
             self._pass_on(number + 1, forward)
             return
         trip.is_back = True

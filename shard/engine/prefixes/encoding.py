@@ -10,6 +10,7 @@ from mlx_lm.models.cache import ArraysCache
 from ....mtp.caches.rollback import TapedCache, cache_arrays, row_count
 from ....mtp.caches.window import WindowCache
 from ....mtp.seams import FORWARD_FAULTS
+from ...checkpoint.files import Buffer
 from ...checkpoint.prefix_files import PrefixFile, ReceivedPrefix, StoredTensor
 from ..states.cache_parts import LayerRows, Span, joined
 from ..states.state import DraftState, State
@@ -17,6 +18,8 @@ from .tree import PrefixNode, drafter_spans, pending_of
 
 _HEAD: Final = "head"
 _HIDDEN: Final = "hidden"
+_ALIGNMENT: Final = 16
+"""Bytes, of each tensor that is received: kernels load so many at once."""
 _STATE_KINDS: Final = (WindowCache, ArraysCache, TapedCache)
 """Caches whose state consists of numbers and arrays, unlike a list of caches."""
 _DTYPES: Final[Mapping[str, mx.Dtype]] = {
@@ -112,15 +115,16 @@ def read_state(
 
 def described_parts(
     span: Span, states: Sequence[Any], hidden: mx.array | None
-) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """Description and tensors of a file of what one forward added to some layers: rows of their
-    caches, the states of those that are not divided by rows, and hidden states."""
+) -> tuple[dict[str, Any], Callable[[], dict[str, StoredTensor]]]:
+    """Description of a file of what one forward added to some layers: rows of their caches, the
+    states of those that are not divided by rows, and hidden states; and what gives its tensors on
+    another thread, which then waits for the device."""
     arrays = dict[str, mx.array]()
     rows = _span(span, "rows", arrays)
     plain = [_plain(state, "state", arrays) for state in states]
     if hidden is not None:
         arrays[_HIDDEN] = hidden
-    return {"rows": rows, "states": plain}, _stored(arrays)
+    return {"rows": rows, "states": plain}, _stored_later(arrays)
 
 
 def read_parts(
@@ -212,11 +216,43 @@ def _layer_rows(part: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> Laye
     return LayerRows(own, part["room"], None if form is None else (form[0], form[1]))
 
 
-def _array(dtype: str, shape: tuple[int, ...], data: bytes | bytearray) -> mx.array:
-    if not data:
+class DeviceBytes:
+    """A tensor's bytes, within an array that has those of several."""
+
+    def __init__(self, several: mx.array, begin: int, size: int) -> None:
+        self._several, self._begin, self._size = several, begin, size
+
+    @classmethod
+    def of(cls, tensors: Sequence[Buffer]) -> "list[DeviceBytes]":
+        """Any thread: copies of tensors' bytes, in one array: a GPU's driver takes long for one."""
+        parts, begins, end = list[Buffer](), list[int](), 0
+        for each in tensors:
+            begins.append(end)
+            parts += each, bytes(_ALIGNMENT - len(each) % _ALIGNMENT)
+            end += len(each) + len(parts[-1])
+        several = mx.array(cast("mx.array", memoryview(b"".join(parts))))
+        return [cls(several, begin, len(each)) for begin, each in zip(begins, tensors, strict=True)]
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __bytes__(self) -> bytes:
+        data = memoryview(cast("Any", self._several))
+        return bytes(data[self._begin : self._begin + self._size])
+
+    @property
+    def array(self) -> mx.array:
+        """Compute thread."""
+        return self._several[self._begin : self._begin + self._size]
+
+
+def _array(dtype: str, shape: tuple[int, ...], data: Buffer | DeviceBytes) -> mx.array:
+    if not len(data):
         if 0 not in shape:
             raise ValueError("a tensor has no bytes")
         return mx.zeros(shape, _DTYPES[dtype])
+    if isinstance(data, DeviceBytes):
+        return data.array.view(_DTYPES[dtype]).reshape(shape)
     flat = mx.array(cast("mx.array", memoryview(data)))
     return flat.view(_DTYPES[dtype]).reshape(shape)
 
@@ -230,6 +266,24 @@ def _stored(arrays: Mapping[str, mx.array]) -> dict[str, StoredTensor]:
         name: StoredTensor(DTYPE_NAMES[array.dtype], array.shape, views[name])
         for name, array in arrays.items()
     }
+
+
+def _stored_later(arrays: Mapping[str, mx.array]) -> Callable[[], dict[str, StoredTensor]]:
+    """The bytes of arrays, which the device begins to copy: others may write to them."""
+    flat = [mx.contiguous(a).reshape(-1).view(mx.uint8) for a in arrays.values()]
+    # One copy, even of one array: a GPU hands over a buffer at a time, and for good.
+    whole = mx.concatenate([mx.zeros((0,), mx.uint8), *flat])
+    mx.async_eval(whole)
+    forms = {name: (DTYPE_NAMES[a.dtype], a.shape, a.nbytes) for name, a in arrays.items()}
+
+    def stored() -> dict[str, StoredTensor]:
+        data, tensors = memoryview(cast("Any", whole)), dict[str, StoredTensor]()
+        for name, (dtype, shape, nbytes) in forms.items():
+            tensors[name] = StoredTensor(dtype, shape, data[:nbytes])
+            data = data[nbytes:]
+        return tensors
+
+    return stored
 
 
 def _plain(state: Any, name: str, arrays: dict[str, mx.array]) -> Any:

@@ -1,24 +1,23 @@
 """Some layers of a prompt that another runner answers: what they compute, and what it gets."""
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import mlx.core as mx
 
-from ....mtp.caches.rollback import cache_arrays
 from ....mtp.seams import ForwardOutput
 from ....placement.errors import InvalidFrame
 from ....proto import peer_pb2 as pb
-from ...checkpoint.prefix_files import ReceivedPrefix, StoredTensor
+from ...checkpoint.files import Buffer
+from ...checkpoint.prefix_files import ReceivedPrefix
 from ...model.tensors import from_bytes
 from ...pipeline.frames import HiddenBlock
 from ..states.state import State
 from .layer_rows import LayerForm, LayerParts, Wanted, content_of, extended
 from .views import LayerViews, PartReader
 
-Deliver = Callable[[Mapping[str, Any], Mapping[str, StoredTensor]], None]
-"""Takes description and tensors of what a forward added."""
+Deliver = Callable[[Iterator[Buffer]], None]
+"""Takes the file of what a forward added; see `content_of`."""
 
 
 class LayerRead(PartReader):
@@ -83,14 +82,13 @@ class LayerRead(PartReader):
         begin = self.state.rows
         self.state.rows = end = begin + block.rows
         wanted = wanted_of(block, hidden=self._returns_hidden)
-        mx.eval(cache_arrays(self.state.caches))
-        self._deliver(*content_of(self.state.caches, wanted, output.hidden))
+        self._deliver(content_of(self.state.caches, wanted, output.hidden))
         assert end == wanted.end
 
     def _restore(self, prefix: ReceivedPrefix, rows: int) -> None:
         parts: LayerParts = self._form.read(prefix, Wanted(0, rows, True, 0))
         caches = self.state.caches
-        self.state = State(extended(caches, parts, self._part.make_caches(), rows), rows)
+        self.state = State(extended(caches, [parts], self._part.make_caches(), rows), rows)
 
 
 def wanted_of(block: HiddenBlock, *, hidden: bool) -> Wanted:

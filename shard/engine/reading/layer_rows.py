@@ -3,7 +3,7 @@ disk tier, with its checksums, for each forward over a prompt."""
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
@@ -18,7 +18,8 @@ from ....mtp.caches.rollback import (
     state_arrays,
 )
 from ....mtp.caches.window import WindowCache
-from ...checkpoint.prefix_files import ReceivedPrefix, StoredTensor
+from ...checkpoint.files import Buffer
+from ...checkpoint.prefix_files import ReceivedPrefix, pieces_of
 from ...model.stage_model import StageModel
 from ..prefixes.encoding import DTYPE_NAMES, described_parts, read_parts
 from ..prefixes.lookup import SPARE_ROWS
@@ -147,7 +148,6 @@ class LayerForm:
         if hidden is not None:
             dtype, size = self.hidden
             _require([hidden], [(dtype, (1, wanted.hidden, size))])
-        _require_finite(rows, states, hidden)
         return LayerParts(rows, states, hidden)
 
 
@@ -159,27 +159,35 @@ class _Window(NamedTuple):
     values: Rows
 
 
-def content_of(
-    caches: Sequence[Any], wanted: Wanted, hidden: mx.array | None
-) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """Compute thread: description and tensors of a file of what `caches` have of a forward.
+def content_of(caches: Sequence[Any], wanted: Wanted, hidden: mx.array | None) -> Iterator[Buffer]:
+    """Compute thread: the file of what `caches` have of a forward, in pieces that other threads
+    make; the first one waits for the device, this thread does not.
 
     `hidden` (1, n, H): of its rows, the last of which are sent if they are wanted.
     """
     span = Span.of(caches, wanted.begin, wanted.end)
     states = [c.state for c in caches if not holds_rows(c)] if wanted.states else []
     own = None if hidden is None or not wanted.hidden else hidden[:, -wanted.hidden :]
-    described, tensors = described_parts(span, states, own)
-    return described | {"begin": wanted.begin, "end": wanted.end}, tensors
+    described, stored = described_parts(span, states, own)
+
+    def pieces() -> Iterator[Buffer]:
+        ends = {"begin": wanted.begin, "end": wanted.end}
+        yield from pieces_of(described | ends, stored(), lambda: None)
+
+    return pieces()
 
 
-def extended(caches: Sequence[Any], parts: LayerParts, fresh: Sequence[Any], end: int) -> list[Any]:
-    """`caches` with what a forward added, which ends at row `end`. `fresh`: empty ones; they become
-    those whose states came. Raises ValueError."""
-    states, grown = list(parts.states)[::-1], list[Any]()
-    for cache, rows, empty in zip(caches, parts.rows, fresh, strict=True):
-        if rows is not None:
-            grown.append(_with_rows(cache, rows))
+def extended(
+    caches: Sequence[Any], parts: Sequence[LayerParts], fresh: Sequence[Any], end: int
+) -> list[Any]:
+    """`caches` with what forwards added, the last of which ends at row `end`. `fresh`: empty ones;
+    they become those whose states came with it. Raises ValueError."""
+    _require_finite(parts)
+    states, grown = list(parts[-1].states)[::-1], list[Any]()
+    columns = zip(*(each.rows for each in parts), strict=True)
+    for cache, rows, empty in zip(caches, columns, fresh, strict=True):
+        if added := [each for each in rows if each is not None]:
+            grown.append(_with_rows(cache, added))
             if row_count(grown[-1]) != end:
                 raise ValueError("it does not have its rows in every layer")
             continue
@@ -223,12 +231,12 @@ def _cut(arrays: Any, room: int) -> Any:
     return None if arrays is None else tuple(array[..., :room, :] for array in arrays)
 
 
-def _with_rows(cache: RowCache, rows: LayerRows) -> RowCache:
+def _with_rows(cache: RowCache, rows: Sequence[LayerRows]) -> RowCache:
     count = row_count(cache)
     if not count:
-        return joined([rows])
+        return joined(rows)
     own = tuple(array[..., :count, :] for array in state_arrays(cache))
-    return joined([LayerRows(own, count, rows.quantised), rows])
+    return joined([LayerRows(own, count, rows[-1].quantised), *rows])
 
 
 _ITEM_BYTES: Final = {name: dtype.size for dtype, name in DTYPE_NAMES.items()}
@@ -279,13 +287,14 @@ def _require_state(state: Any, form: Any, end: int) -> None:
     _require([keys, values], shapes)
 
 
-def _require_finite(
-    rows: Sequence[LayerRows | None], states: Sequence[Any], hidden: mx.array | None
-) -> None:
-    """Checks the last row, which earlier ones reach through attention. Raises ValueError."""
-    last = [array[..., -1, :] for part in rows if part is not None for array in part.arrays]
-    last += [each for state in states for each in _arrays_in(state)]
-    last += [] if hidden is None else [hidden[:, -1]]
+def _require_finite(parts: Sequence[LayerParts]) -> None:
+    """Checks the last row of each forward, which earlier ones reach through attention. Raises
+    ValueError."""
+    last = list[mx.array]()
+    for rows, states, hidden in parts:
+        last += [array[..., -1, :] for part in rows if part is not None for array in part.arrays]
+        last += [each for state in states for each in _arrays_in(state)]
+        last += [] if hidden is None else [hidden[:, -1]]
     kinds = [array for array in last if mx.issubdtype(array.dtype, mx.floating)]
     finite = [mx.isfinite(array).all() for array in kinds]
     if finite and not mx.stack(finite).all().item():

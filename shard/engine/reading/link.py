@@ -1,6 +1,6 @@
 """The readers of one prompt, as the answering engine sees them, and forwards on their way there."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -69,9 +69,10 @@ class Readers(Protocol):
         """
         ...
 
-    def send(self, block: HiddenBlock, wanted: Wanted) -> ReadTrip:
-        """Sends the next forward's rows. `wanted`: of the last reader; the others return the hidden
-        states of all rows."""
+    def send(self, block: HiddenBlock, data: Callable[[], bytes], wanted: Wanted) -> ReadTrip:
+        """Sends the next forward's rows. `data`: gives those of `block` on another thread, which
+        waits for the device, or raises NumericError. `wanted`: of the last reader; the others
+        return the hidden states of all rows."""
         ...
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 import mlx.core as mx
 
@@ -21,14 +21,13 @@ from ....placement.cluster import layer_range
 from ....placement.errors import ExoNodeError
 from ....proto import peer_pb2 as pb
 from ...checkpoint.files import Buffer
-from ...checkpoint.prefix_files import pieces_of
-from ...model.tensors import require_finite, to_bytes
+from ...model.tensors import require_finite
 from ...pipeline.frames import BlockMember, HiddenBlock
 from ..prefixes.borders import Borders
 from ..prefixes.memory import is_worth
 from ..states.state import DraftState, State
 from .layer_read import wanted_of
-from .layer_rows import CacheMark, Wanted, as_marked, content_of, extended
+from .layer_rows import CacheMark, LayerParts, Wanted, as_marked, content_of, extended
 from .link import Readers, ReadTrip
 from .views import LayerViews, PartReader
 
@@ -99,6 +98,9 @@ class SharedReading:
         self._fresh = [part.make_caches for part in parts]
         self._forms = [views.form(*layers) for layers in readers.layers]
         self._sent = deque[SentForward]()
+        self._landed: list[list[LayerParts]] = [[] for _ in parts]
+        """By reader: what came back, and is in no cache yet. Joined where a state is wanted: every
+        time all rows are copied."""
         self._mark = self._marked(self._marks(range(len(state.caches))))
         begin = pb.ReadBegin(
             tokens=prompt,
@@ -127,13 +129,19 @@ class SharedReading:
     def send(
         self, begin: int, end: int, hidden: mx.array, delta: int, places: tuple[int, ...]
     ) -> SentForward:
-        """Sends a computed forward of the own layers to the readers. Raises NumericError.
+        """Sends a forward of the own layers to the readers, while the device may still compute it.
 
         `delta`, `places`: the positions of its rows.
         """
-        data, is_last = to_bytes(hidden), end == len(self._prompt)
-        stage = f"the answering node ({layer_range(0, self._end)})"
-        require_finite(data, self._views.dtype, begin, end - begin, stage)
+        is_last, flat = end == len(self._prompt), mx.contiguous(hidden)
+        mx.async_eval(flat)
+        stage, dtype = f"the answering node ({layer_range(0, self._end)})", self._views.dtype
+
+        def data() -> bytes:
+            own = bytes(memoryview(cast("Buffer", flat)))
+            require_finite(own, dtype, begin, end - begin, stage)
+            return own
+
         caches = self.lower_state.caches
         border = pb.BORDER_UNSPECIFIED if is_last else self._borders.at(end, self._is_worth)
         block = HiddenBlock(
@@ -141,13 +149,13 @@ class SharedReading:
             end - begin,
             tuple(self._prompt[begin:end]),
             pb.REPLY_LAST if is_last else pb.REPLY_COMPUTED,
-            data,
+            b"",
             places=places,
             border=border,
         )
         wanted = wanted_of(block, hidden=self.state.draft is not None)
         own = [CacheMark.of(cache, copies=wanted.states) for cache in caches]
-        sent = SentForward(end, wanted, own, self._readers.send(block, wanted))
+        sent = SentForward(end, wanted, own, self._readers.send(block, data, wanted))
         self._sent.append(sent)
         return sent
 
@@ -157,18 +165,15 @@ class SharedReading:
         assert sent is self._sent[0]
         if sent.trip.fault is not None:
             raise sent.trip.fault
-        caches, hidden, wanted = list(self.state.caches), None, sent.wanted
+        hidden, wanted = None, sent.wanted
         for number, received in enumerate(sent.trip.results):
             is_last = number == len(self._theirs) - 1
             whole = wanted if is_last else wanted._replace(hidden=wanted.end - wanted.begin)
-            parts = self._forms[number].read(received, whole)
-            indices = self._theirs[number]
-            own = [caches[index] for index in indices]
-            grown = extended(own, parts, self._fresh[number](), sent.end)
-            for index, cache in zip(indices, grown, strict=True):
-                caches[index] = cache
-            hidden = parts.hidden
-        self.state.caches, self.state.rows = caches, sent.end
+            self._landed[number].append(self._forms[number].read(received, whole))
+            hidden = self._landed[number][-1].hidden
+        if sent.end == len(self._prompt) or self._is_whole(sent):
+            self._join(sent.end)
+        self.state.rows = sent.end
         _ = self._sent.popleft()
         output = None
         if wanted.hidden and hidden is not None:
@@ -180,11 +185,10 @@ class SharedReading:
     def mark(self, sent: SentForward) -> State | None:
         """The whole state after a forward that has landed, to be cached; None where states after it
         were not wanted and some cache needs one."""
+        if not self._is_whole(sent):
+            return None
         theirs = {index for indices in self._theirs for index in indices}
         marks = dict(zip(self._own, sent.own, strict=True))
-        every = all(holds_rows(cache) for cache in self.state.caches)
-        if not (every or sent.wanted.states):
-            return None
         marks |= {index: CacheMark.of(self.state.caches[index], copies=True) for index in theirs}
         self._mark = self._marked([marks[index] for index in sorted(marks)])
         return self.alone()
@@ -200,6 +204,21 @@ class SharedReading:
         if draft is not None and draft.cache is not None and mark.draft_room is not None:
             draft.cache = as_marked(draft.cache, mark.draft_room, draft.rows)
         return replace(self.state, caches=caches, rows=mark.rows, draft=draft)
+
+    def _is_whole(self, sent: SentForward) -> bool:
+        """Whether the state after a forward is here, once it has landed."""
+        return sent.wanted.states or all(holds_rows(cache) for cache in self.state.caches)
+
+    def _join(self, end: int) -> None:
+        """Adds what has landed to the readers' layers' caches, up to row `end`. Raises one of
+        `encoding.CONTENT_FAULTS`."""
+        caches = list(self.state.caches)
+        for landed, indices, fresh in zip(self._landed, self._theirs, self._fresh, strict=True):
+            grown = extended([caches[index] for index in indices], landed, fresh(), end)
+            landed.clear()
+            for index, cache in zip(indices, grown, strict=True):
+                caches[index] = cache
+        self.state.caches = caches
 
     def _is_worth(self, rows: int) -> bool:
         form = self._views.form(0, self._views.num_layers)
@@ -222,7 +241,7 @@ class SharedReading:
         rows = self.state.rows
         for indices in self._theirs if rows else ():
             caches = [self.state.caches[index] for index in indices]
-            yield pieces_of(*content_of(caches, Wanted(0, rows, True, 0), None), lambda: None)
+            yield content_of(caches, Wanted(0, rows, True, 0), None)
 
 
 def reading_fault(fault: Exception) -> str:

@@ -2,8 +2,11 @@
 
 # pyright: reportPrivateUsage=false
 
+import hashlib
 import json
+import math
 import random
+import struct
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -352,6 +355,37 @@ def test_a_damaged_file_is_refused(cut: int) -> None:
     got = Drive(hybrid_engine(), asked(), readers).finish()
     assert probabilities(got) == probabilities(answer(hybrid_engine(), asked()))
     assert "alone: " in readers.outcome.reason
+
+
+@pytest.mark.parametrize("k", [0, 2])
+@pytest.mark.parametrize("at", [0, 2, 5])
+def test_numbers_that_are_not_finite_cost_the_rows_since_the_last_whole_state(
+    at: int, k: int
+) -> None:
+    """They are noticed where what came back is joined, maybe some forwards later."""
+    count = 0
+
+    def change(reader: int, begin: int, data: bytes) -> bytes:
+        nonlocal count
+        del reader, begin
+        count += 1
+        return _with_nan(data) if count == at + 1 else data
+
+    alone, mine, readers = hybrid_engine(), hybrid_engine(), hybrid_readers(change=change)
+    assert state_behind_prompt(mine, asked(k), readers) == state_behind_prompt(alone, asked(k))
+    assert "alone: its numbers are not finite" in readers.outcome.reason and readers.is_closed
+
+
+def _with_nan(data: bytes) -> bytes:
+    """The file, the last number of whose first rows is none, with checksums that fit it."""
+    begin = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:begin])
+    description = json.loads(header["__metadata__"]["prefix"])
+    name = _first_rows(description)["names"][0]
+    first, end = (begin + offset for offset in header[name]["data_offsets"])
+    data = data[: end - 4] + struct.pack("<f", math.nan) + data[end:]
+    own = hashlib.sha256(data[first:end]).hexdigest()
+    return _altered(data, lambda d: d["tensors"][name].__setitem__(2, own))
 
 
 def test_a_cancelled_answer_frees_its_readers() -> None:

@@ -30,7 +30,7 @@ from exo_node.shard.engine.compute import ComputeThread
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.runner import prefix_exchange
 from exo_node.shard.runner.generator_service import GeneratorService
-from exo_node.shard.runner.prefix_exchange import CHUNK_BYTES, PrefixFetcher, PrefixSender
+from exo_node.shard.runner.prefix_exchange import PrefixFetcher, PrefixSender
 
 KEY = "the same model"
 CLUSTER = ClusterKey(b"0123456789abcdefghij")
@@ -197,16 +197,17 @@ def test_messages_are_small_and_readers_are_few(
     source: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefix_exchange, "MAX_READERS", 1)
+    monkeypatch.setattr(prefix_exchange, "CHUNK_BYTES", 50_000)
     wire = pb.PrefixRequest(placement="source", tokens=SECOND, key=KEY)
 
     async def read() -> None:
         first = source.sender.send(wire)
-        assert 0 < len((await anext(first)).data) <= CHUNK_BYTES
+        assert 0 < len((await anext(first)).data) <= 50_000
         with pytest.raises(PeerLost, match="being sent already"):
             _ = await anext(source.sender.send(wire))
         await first.aclose()  # its reader goes away
         sizes = [len(chunk.data) async for chunk in source.sender.send(wire)]
-        assert max(sizes) <= CHUNK_BYTES and len(sizes) > 3
+        assert max(sizes) == 50_000 and len(sizes) > 3
 
     asyncio.run(read())
 

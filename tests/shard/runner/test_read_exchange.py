@@ -4,7 +4,7 @@ The runners are services in this process, with the certificates and the ports of
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,16 +14,18 @@ import grpc
 import grpc.aio
 import pytest
 from engines import message
-from prefixes import CHUNK, TOKENS, cold, engine, turn, words
+from prefixes import CHUNK, TOKENS, cold, engine, hybrid, turn, words
 
 from exo_node.node.trust.certificates import channel_credentials, runner_credentials
 from exo_node.node.trust.keys import ClusterKey
+from exo_node.placement.errors import NumericError
 from exo_node.placement.ids import NodeId
 from exo_node.placement.reading import reading_key
 from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc
 from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.compute import ComputeThread
+from exo_node.shard.engine.reading import layer_read, shared_reading
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.runner import remote_readers
 from exo_node.shard.runner.generator_service import GeneratorService
@@ -140,7 +142,7 @@ def play(story: Story, *readings: Any, target: Runner | None = None) -> None:
 
 @pytest.fixture
 def runners() -> Any:
-    both = [Runner("reader"), Runner("reader")]
+    both = [Runner("reader", engine(hybrid(number))) for number in (1, 2)]
     yield both
     for each in both:
         each.compute.close()
@@ -186,7 +188,10 @@ def test_two_readers(runners: list[Runner], k: int) -> None:
 def test_a_reader_of_another_kind_reads_where_both_allow_it_and_the_answer_says_so() -> None:
     """What it has read stays in the cache, so that later answers say it too."""
     mac, box = (reading_key("model", kind, any_kind=True) for kind in ("mac", "box"))
-    target, other = Runner("target", engine(reads_any=True), key=mac), Runner("reader", key=box)
+    target, other = (
+        Runner("target", engine(reads_any=True), key=mac),
+        Runner("reader", engine(hybrid(1)), key=box),
+    )
 
     async def story(target: Runner, sources: Any, _: Any) -> None:
         short = await target.ask([], 0, PROMPT[:40])
@@ -206,7 +211,10 @@ def test_a_reader_of_another_kind_reads_where_both_allow_it_and_the_answer_says_
 
 def test_a_reader_of_the_same_kind_leaves_the_bits_as_they_are() -> None:
     key = reading_key("model", "mac", any_kind=True)
-    target, other = Runner("target", engine(reads_any=True), key=key), Runner("reader", key=key)
+    target, other = (
+        Runner("target", engine(reads_any=True), key=key),
+        Runner("reader", engine(hybrid(1)), key=key),
+    )
 
     async def story(target: Runner, sources: Any, _: Any) -> None:
         stats = await target.ask([reader(sources[0])], 1)
@@ -230,7 +238,7 @@ def test_a_reader_of_the_same_kind_leaves_the_bits_as_they_are() -> None:
 )
 def test_a_reader_of_another_kind_is_refused_unless_both_allow_it(own: Any, others: Any) -> None:
     keys = [reading_key(m, kind, any_kind=each) for m, kind, each in (own, others)]
-    target, other = Runner("target", key=keys[0]), Runner("reader", key=keys[1])
+    target, other = Runner("target", key=keys[0]), Runner("reader", engine(hybrid(1)), key=keys[1])
 
     async def story(target: Runner, sources: Any, _: Any) -> None:
         stats = await target.ask([reader(sources[0])], 1)
@@ -323,6 +331,45 @@ def test_readers_that_hang_or_lie(serve: Serve, why: str, monkeypatch: pytest.Mo
         assert "rows alone" in stats.read_reason and why in stats.read_reason
 
     play(story, Other())
+
+
+@pytest.mark.parametrize("error", [NumericError("no number"), RuntimeError("of the device")])
+def test_rows_that_cannot_be_sent_are_read_alone(
+    runners: list[Runner], error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their bytes are made on another thread, when the forward is under way."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(shared_reading, "require_finite", fail)
+
+    async def story(target: Runner, sources: Any, _: Any) -> None:
+        stats = await target.ask([reader(sources[0])], 1)
+        assert f"the last {len(PROMPT)} rows alone: {error}" in stats.read_reason
+        await until_free(runners[0])
+
+    play(story, runners[0].reading)
+
+
+def test_files_that_cannot_be_made_are_read_alone(
+    runners: list[Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a reader's device reports an error to the thread that waits for it."""
+
+    def failing(*_: object) -> Iterator[bytes]:
+        yield b"the beginning"
+        raise RuntimeError("of the device")
+
+    monkeypatch.setattr(layer_read, "content_of", failing)
+
+    async def story(target: Runner, sources: Any, _: Any) -> None:
+        stats = await target.ask([reader(sources[0])], 1)
+        assert f"the last {len(PROMPT)} rows alone: " in stats.read_reason
+        assert "of the device" in stats.read_reason
+        await until_free(runners[0])
+
+    play(story, runners[0].reading)
 
 
 def test_a_cancelled_answer_frees_its_reader(runners: list[Runner]) -> None:
