@@ -6,7 +6,7 @@ Sizes are patches by height and width, as the tower of Qwen3.5 takes them, with 
 is encoded three times; `first` waits for everything that is compiled or planned for it. `parts`
 tells the same of the tower's parts: the convolution of the patches, the places of patches
 (their table is interpolated), one layer's attention and the rest of it, what joins patches. `files`
-is the number of kernels that MLX compiled for it, by its folder of PTX files. Run it once more to
+are the kernels that MLX compiled for it, by its folder of PTX files. Run it once more to
 see what the files save, and once with MLX_CUDA_USE_CUDNN_SDPA=0 to see what cuDNN's attention
 plans.
 """
@@ -48,7 +48,7 @@ def main() -> None:
     options = _options()
     tower = _tower(options.layers)
     folder = Path(os.environ.get("MLX_PTX_CACHE_DIR", "/nonexistent"))
-    print(mx.default_device(), f"PTX files in {folder}: {_files(folder)}", flush=True)
+    print(mx.default_device(), f"PTX files in {folder}: {len(_files(folder))}", flush=True)
     for height, width in options.sizes:
         before = _files(folder)
         parts = {name: _seconds(work) for name, work in _parts(tower, height, width).items()}
@@ -61,7 +61,7 @@ def main() -> None:
                     "first": whole[0],
                     "then": whole[1:],
                     "parts": parts,
-                    "files": _files(folder) - before,
+                    "files": sorted(_files(folder) - before),
                 }
             ),
             flush=True,
@@ -114,8 +114,8 @@ def _seconds(work: Callable[[], mx.array]) -> float:
     return round(time.perf_counter() - start, 4)
 
 
-def _files(folder: Path) -> int:
-    return len(list(folder.rglob("*.ptx")))
+def _files(folder: Path) -> set[str]:
+    return {str(file.relative_to(folder))[:80] for file in folder.rglob("*.ptx")}
 
 
 def _options() -> argparse.Namespace:

@@ -24,6 +24,8 @@ SIZES: Final = (3, 16)
 """Requests in a probed batch: few, and as many as run at once."""
 PROMPTS: Final = (PROMPT_ROWS, 17, 9)
 """Rows of their prompts, in turn: a batch of equal lengths would hide a wrong mask."""
+WARM_DEPTH: Final = 2
+"""Drafts for which rounds are warmed up: deeper ones hardly pay where requests share them."""
 
 
 def rows_to_probe(subject: Subject) -> int:
@@ -93,12 +95,12 @@ def same_prompts(subject: Subject) -> Pieces[bool]:
 
 
 def warm_up_batches(subject: Subject, k: int, most_rows: int) -> Pieces[None]:
-    """Runs rounds of 2 to 16 requests and of up to K + 1 rows, the usual depths first: each number
-    of both has a trace of its own, and another one behind rounds of which requests kept different
-    rows."""
+    """Runs rounds of 2 to 16 requests and of up to K drafts, WARM_DEPTH at most, the usual depths
+    first: each number of both has a trace of its own, and another one behind rounds of which
+    requests kept different rows."""
     yield
     read = subject.read(PROMPTS[-1])
-    for rows in range(1, k + 2):
+    for rows in range(1, min(k, WARM_DEPTH) + 2):
         for size in range(2, min(SIZES[-1], most_rows // rows) + 1):
             yield
             positions = Positions([PROMPTS[-1]] * size)

@@ -172,7 +172,7 @@ def test_rounds_of_each_size_and_depth_are_run_before_answers_need_them(
         return stock(self, inputs, before, state, at)
 
     monkeypatch.setattr(TapedGatedDelta, "few_rows", noted)
-    _ = result_of(warm_up_batches(subject_of(model), 2, 20))
+    _ = result_of(warm_up_batches(subject_of(model), 7, 20))
     expected = {(size, 1, 0) for size in range(2, 17)}
     for rows, most in ((2, 10), (3, 6)):
         for size in range(2, most + 1):

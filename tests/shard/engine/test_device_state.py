@@ -22,7 +22,9 @@ from small import LAYERS, small_spec
 from exo_node.mtp.caches.batch_caches import BatchCache, BatchTapedCache, change_all
 from exo_node.mtp.caches.batch_slots import Change
 from exo_node.mtp.families.taped_gated_delta import row_state_bytes
-from exo_node.mtp.types import Sampling
+from exo_node.mtp.probe import Subject
+from exo_node.mtp.types import MAX_ROUND_ROWS, Sampling
+from exo_node.shard.engine.answers import model_measurements
 from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.request import Parameters
 from exo_node.shard.engine.states import cache_set
@@ -147,3 +149,21 @@ def test_prefixes_and_rows_of_the_last_round_give_way_to_the_next_ones(
     widths = [r.forward.rows for r in readers[0].rounds if r.forward.batch == 4]
     assert len(widths) > 4 and set(widths) == {2} and served.prefix_cache_bytes
     assert {*rows} >= {4, 8}, "behind a change of members, and behind a round of two rows each"
+
+
+def test_a_gpu_runs_the_rounds_of_several_requests_before_answers_need_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As deep as they were probed, and none where requests share no rounds."""
+    depths = list[tuple[int, int]]()
+
+    def noted(_subject: Subject, k: int, most_rows: int) -> list[None]:
+        depths.append((k, most_rows))
+        return []
+
+    monkeypatch.setattr(model_measurements, "warm_up_batches", noted)
+    for is_gpu, batching in ((False, True), (True, False), (True, True)):
+        monkeypatch.setattr(model_measurements, "available", lambda is_gpu=is_gpu: is_gpu)
+        served = engine(batching=batching)
+        served.measurements.measure()
+        assert depths == [(7, MAX_ROUND_ROWS)] * (is_gpu and batching)
