@@ -82,10 +82,10 @@ class Batch:
         if plan is None:
             return None
         on_device = plan.head > 0 and self._can_count_on_device(plan.head)
-        if on_device != self.caches.on_device:
-            if self.in_flight:
-                return None
-            self._switch_counting(on_device=on_device)
+        if on_device != self.caches.on_device and self.in_flight:
+            return None
+        began_at += self._wake() if plan.head else 0.0  # the policy counts it by itself
+        self._switch_counting(on_device=on_device)
         flight = self._decode(plan, on_device=on_device)
         for request, limit in zip(self.requests, flight.drafted, strict=True):
             request.pending_tokens += limit + 1
@@ -204,24 +204,31 @@ class Batch:
 
     def _plan(self) -> RoundPlan | None:
         """The drafts of the next round, or None if one in flight must be read first."""
-        unread = 0 if self.drafter is None or self._drafted_last else self.drafter.unread
-        if len(self.requests) == 1 and unread <= PENDING_ROWS:
-            unread = 0  # the head reads them as it drafts
-        plan = plan_round(
+        return plan_round(
             self.requests,
             self._policy,
             drafts=self.drafter is not None,
-            unread=unread,
+            unread=self._unread,
             running=self._running,
             in_flight=self.in_flight > 0,
         )
-        if plan is not None and plan.head and unread and self.drafter is not None:
-            began_at = self._clock()
-            self.drafter.wake()
-            waking_s = self._clock() - began_at
-            self._policy.record_wake(unread, waking_s)
-            self._seconds -= waking_s  # the policy counts it by itself
-        return plan
+
+    @property
+    def _unread(self) -> int:
+        """Rows that the head would have to read before it drafts. Of a request that is alone, it
+        reads a few as it drafts."""
+        unread = 0 if self.drafter is None or self._drafted_last else self.drafter.unread
+        return 0 if len(self.requests) == 1 and unread <= PENDING_ROWS else unread
+
+    def _wake(self) -> float:
+        """Lets the head read what it has to, and waits until it has. Returns the seconds."""
+        if not (unread := self._unread) or self.drafter is None:
+            return 0.0
+        began_at = self._clock()
+        self.drafter.wake()
+        seconds = self._clock() - began_at
+        self._policy.record_wake(unread, seconds)
+        return seconds
 
     def _patience(self) -> int:
         """Rows that may wait for the head: many if drafts do not pay off at the present load."""

@@ -103,9 +103,10 @@ def test_batches_are_measured_again_where_there_is_memory_for_more_rows(
         return forward(self, tokens, caches)
 
     monkeypatch.setattr(FamilyTarget, "forward_batch", noted)
+    room = 0
+    monkeypatch.setattr(probing, "rows_to_probe", lambda _: room)  # pyright: ignore[reportUnknownLambdaType]
     for rows, measured in ((32, 32), (16, 32), (32, 32), (48, 48)):
-        monkeypatch.setattr(probing, "rows_to_probe", lambda _subject, rows=rows: rows)
-        subject = subject_of(model, context=64)
+        room, subject = rows, subject_of(model, context=64)
         pieces = list(probe_batch_identity(subject, 3, kept))
         copies = result_of(probe_shared_copies(subject, (3, 15), kept))
         assert kept.batch_identity is not None
