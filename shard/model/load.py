@@ -294,7 +294,9 @@ def _limits(spec: pb.StageSpec, config: Mapping[str, Any], vision: Vision | None
 
 
 def _limit_memory(limit_bytes: int) -> None:
-    if limit_bytes:
+    """Limits what MLX keeps and builds ahead on a GPU. A CPU's allocator keeps little, and beyond
+    the limit each operation would wait for the one before, at a fifth of the speed."""
+    if limit_bytes and mx.default_device() == mx.gpu:
         mx.set_memory_limit(limit_bytes)
     if mx.metal.is_available():
         # mlx-lm does the same: weights that macOS may page out make every token wait for the disk.
