@@ -10,7 +10,6 @@ logprobs.py: log-probabilities of emitted tokens
 lookup_probe.py: measured costs of rounds that copy
 part_probe.py: the first part whose rows differ in a block
 pieces.py: work in pieces of about one forward
-placed_rope.py: positions, masks and features of requests with images
 probe.py: whether a verify computes the same bits as single steps
 processors.py: penalties, logit bias and barred end tokens, row by row
 sampler.py: from logits to tokens and verdicts, for one request

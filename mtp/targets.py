@@ -8,7 +8,7 @@ import mlx.core as mx
 from mlx import nn
 
 from .families.family import Family
-from .placed_rope import RopePositions
+from .families.placed_rope import RopePositions
 from .seams import ForwardOutput, Want
 
 
@@ -78,7 +78,7 @@ class FamilyTarget:
         if embeddings is None:
             hidden = self._family.hidden(tokens[None], caches)
         else:
-            hidden = cast("Family", self._family).hidden_of(embeddings, caches)
+            hidden = cast("Family", self._family).hidden_of(tokens[None], embeddings, caches)
         rows = hidden if want == "all" else hidden[:, -1:]
         return ForwardOutput(self._family.logits(rows)[0], hidden)
 

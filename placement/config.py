@@ -259,10 +259,10 @@ def _kv_row_width(look: _Look, facts: Facts) -> int:
     key of its own, and zeros of its size. A few model types expand before they cache.
     """
     latent = _latent(look)
-    if not latent:  # Qwen3.8-Flash-Next keeps two of its indexer's keys beside them
+    if not latent:  # Qwen3.8-Flash-Next keeps two of its indexer's keys beside them, and a position
         index = look.count("kv_row_width", "indexer_head_dim", limit=MAX_WIDTH)
         parts = facts["num_key_value_heads"], facts["head_dim"]
-        return 2 * (math.prod(cast("tuple[int, int]", parts)) + index) if index else 0
+        return 2 * (math.prod(cast("tuple[int, int]", parts)) + index) + 9 if index else 0
     plain, rotary = _key_parts(look, "kv_row_width")
     if look.text.get("model_type", facts["model_type"]) in _EXPANDED:
         heads = look.count("kv_row_width", "num_attention_heads", limit=MAX_WIDTH)

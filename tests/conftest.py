@@ -140,6 +140,7 @@ SLOW_FILES = {
     ),
     "models": (
         "mtp/test_qwen4",
+        "shard/engine/test_flash_next_images",
         "conformance/test_conformance_slow",
         "conformance/test_conformance",
         "mtp/test_distribution",

@@ -92,13 +92,25 @@ def theirs(config: dict[str, Any], seed: int = 0) -> Any:
     mx.random.seed(seed)
     outer = SimpleNamespace(
         vision_config=SimpleNamespace(spatial_merge_size=2),
-        image_token_id=-1,
+        image_token_id=config.get("image_token_id", -1),
         video_token_id=-2,
-        vision_start_token_id=-3,
+        vision_start_token_id=config.get("vision_start_token_id", -3),
     )
     model = LanguageModel(_text(config), cast("Any", outer))
     _fill(model, getattr(mx, config["text_config"]["dtype"]))
     return model
+
+
+def their_tower(config: dict[str, Any], seed: int = 2) -> Any:
+    """mlx-vlm's own vision tower with random weights."""
+    bare_package("mlx_vlm.models.qwen3_vl")
+    from mlx_vlm.models.qwen3_vl.vision import VisionModel
+    from mlx_vlm.models.qwen4_exp.config import VisionConfig
+
+    mx.random.seed(seed)
+    tower = VisionModel(VisionConfig.from_dict(dict(config["vision_config"])))
+    _fill(tower, mx.float32)
+    return tower
 
 
 def _fill(model: nn.Module, dtype: mx.Dtype) -> None:

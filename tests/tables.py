@@ -15,8 +15,8 @@ from mlx_lm.models.cache import KVCache
 
 from exo_node.mtp.drafting.lookup_drafts import PromptLookup
 from exo_node.mtp.drafting.round_policy import RoundPolicy
+from exo_node.mtp.families.placed_rope import RopePositions
 from exo_node.mtp.grammar import GrammarMatcher
-from exo_node.mtp.placed_rope import RopePositions
 from exo_node.mtp.sampler import Sampler
 from exo_node.mtp.seams import ForwardOutput, Want, as_ids
 from exo_node.mtp.types import FinishReason, Round, Sampling, Step

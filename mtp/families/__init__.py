@@ -11,6 +11,7 @@ mimo.py: the MiMo family
 mimo_v2.py: the MiMo-V2-Flash family, by the first layer of its head
 nemotron_h.py: the Nemotron-H family, its recurrent layer included
 nextn.py: the common part of families with NextN heads; GLM-4.x MoE
+placed_rope.py: positions, masks and features of requests with images
 qwen.py: the common part of the Qwen families
 qwen35.py: the Qwen3.5 family
 qwen3_next.py: the Qwen3-Next family

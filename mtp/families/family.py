@@ -47,7 +47,9 @@ class Family:
         """Appends ids (1, n) to the caches -> (1, n, H); no logits are computed."""
         return self._body(tokens, caches)
 
-    def hidden_of(self, embeddings: mx.array, caches: Sequence[object]) -> mx.array:
+    def hidden_of(
+        self, tokens: mx.array, embeddings: mx.array, caches: Sequence[object]
+    ) -> mx.array:
         """`hidden` of what stands in place of the embeddings of ids, (1, n, H), where models of the
         family read images."""
         raise NotImplementedError

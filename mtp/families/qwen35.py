@@ -34,5 +34,8 @@ class Qwen35Family(QwenFamily):
     def __init__(self, model: qwen3_5.Model, hidden_kind: HiddenKind | None = None) -> None:
         super().__init__(model.language_model, hidden_kind)
 
-    def hidden_of(self, embeddings: mx.array, caches: Sequence[object]) -> mx.array:
+    def hidden_of(
+        self, tokens: mx.array, embeddings: mx.array, caches: Sequence[object]
+    ) -> mx.array:
+        del tokens
         return self._body(None, cache=caches, input_embeddings=embeddings)

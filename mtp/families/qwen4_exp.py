@@ -8,7 +8,7 @@ it computes otherwise for several rows than for single ones, and its caches.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, cast
 
 import mlx.core as mx
@@ -26,6 +26,7 @@ from ..caches.window import MAX_ROLLBACK_ROWS
 from .family import Family
 from .head import DraftHead, HeadSource, HeadUnusable, HiddenKind
 from .latent_attention import scores_of_rows
+from .placed_rope import PlacedRows, row_numbers
 from .qwen import split_fused_experts, stack_experts
 from .row_table import RowTable, ours_of
 from .taped_gated_delta import TapedGatedDelta
@@ -81,12 +82,14 @@ class StreamsDelta(TapedGatedDelta, language.Qwen4ExpGatedDeltaNet):
         return self._normalize_qk(q, k)
 
 
-class BlockwiseAttention(language.Qwen4ExpAttention):
+class BlockwiseAttention(PlacedRows, language.Qwen4ExpAttention):
     """Attention to chosen blocks of keys, whose rows are computed as each is alone.
 
     The cache has two parts: keys and values, and the indexer's rows. Their keys are those of single
-    tokens, and in place of values stands the key of a block that would end with that token: so each
-    is computed once, a rollback only trims, and those of whole blocks are every fourth row.
+    tokens, each with its position, and in place of values stands the key of a block that would end
+    with that token: so each is computed once, a rollback only trims, and those of whole blocks are
+    every fourth row. A block's key is turned by the position of its first token, which may be one
+    of an image in an earlier forward.
     Of blocks with equal scores the last ones are read, as MLX sorts, whatever rows a batch has.
     """
 
@@ -102,10 +105,11 @@ class BlockwiseAttention(language.Qwen4ExpAttention):
         batch, rows, _ = x.shape
         store, index = cache[0], cache[1]
         offset = store.offset
-        ends = mx.broadcast_to(_positions(offset, rows) + 1, (batch, rows))
-        query, blocks = self._index_rows(x, index, ends - 1)
+        ends = mx.broadcast_to(row_numbers(offset, rows) + 1, (batch, rows))
+        at = self.positions.rows_after(offset, batch, rows)
+        query, blocks = self._index_rows(x, index, at)
         q, k, v, gate, _ = self._prepare_projected_qkv(
-            self.q_proj(x), self.k_proj(x), self.v_proj(x), store, ends - 1, None, None
+            self.q_proj(x), self.k_proj(x), self.v_proj(x), store, at, None, None
         )
         store.keys = mx.depends(store.keys, (index.keys, index.values))
         length, ratio = k.shape[2], self.indexer.compress_ratio
@@ -136,23 +140,22 @@ class BlockwiseAttention(language.Qwen4ExpAttention):
     def _attend(self, q: mx.array, k: mx.array, v: mx.array, cache: Any, mask: Any) -> mx.array:
         return scaled_dot_product_attention(q, k, v, cache=cache, scale=self.scale, mask=mask)
 
-    def _index_rows(
-        self, x: mx.array, cache: Any, positions: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        """The indexer's queries (B, heads, n, D) of rows, and the keys (B, 1, blocks, D) of all
-        whole blocks, after these rows are cached."""
+    def _index_rows(self, x: mx.array, cache: Any, at: mx.array) -> tuple[mx.array, mx.array]:
+        """The indexer's queries (B, heads, n, D) of rows `at` positions (3, B, n), and the keys
+        (B, 1, blocks, D) of all whole blocks, after these rows are cached."""
         part: Any = self.indexer
         batch, rows, _ = x.shape
         ratio = part.compress_ratio
         projected = part.index_qk_proj(x).reshape(batch, rows, -1, part.head_dim)
         query = part.q_layernorm(projected[:, :, : part.n_heads]).transpose(0, 2, 1, 3)
-        query = part._apply_rope(query, positions)
+        query = part._apply_rope(query, at)
         raw = projected[:, :, part.n_heads :].transpose(0, 2, 1, 3)
+        raw = mx.concatenate([raw, _digits(at).astype(raw.dtype)], axis=-1)
         window = mx.concatenate([_last_rows(cache, raw, ratio - 1), raw], axis=2)
-        spans = [window[:, :, i : i + rows] for i in range(ratio)]
+        spans = [window[:, :, i : i + rows, : part.head_dim] for i in range(ratio)]
         mean = mx.mean(mx.stack(spans, axis=3).astype(mx.float32), axis=3)
         keys = part.k_layernorm(mean.astype(raw.dtype))
-        keys = part._apply_rope(keys, mx.maximum(positions - (ratio - 1), 0))
+        keys = part._apply_rope(keys, _of_digits(window[:, 0, :rows, part.head_dim :]))
         _, blocks = cache.update_and_fetch(raw, keys)
         return query, blocks[:, :, ratio - 1 :: ratio]
 
@@ -178,10 +181,16 @@ class BlockwiseAttention(language.Qwen4ExpAttention):
         return (visible & (keys < ends[..., None]))[:, None]
 
 
-def _positions(offset: int | mx.array, rows: int) -> mx.array:
-    """(1 or B, n): the positions of `rows` rows."""
-    first = offset[:, None] if isinstance(offset, mx.array) else offset
-    return (first + mx.arange(rows, dtype=mx.int32)).reshape(-1, rows)
+def _digits(at: mx.array) -> mx.array:
+    """Positions (3, B, n) -> (B, 1, n, 9) numbers that every dtype has."""
+    digits = mx.stack([at // 256**place % 256 for place in range(3)], axis=-1)
+    return digits.transpose(1, 2, 0, 3).flatten(-2)[:, None]
+
+
+def _of_digits(digits: mx.array) -> mx.array:
+    """(B, n, 9) of `_digits` -> (3, B, n)."""
+    parts = mx.unflatten(digits.astype(mx.int32), -1, (3, 3)) * mx.array([1, 256, 256**2])
+    return parts.sum(axis=-1).transpose(2, 0, 1)
 
 
 def _last_rows(cache: Any, like: mx.array, count: int) -> mx.array:
@@ -190,7 +199,7 @@ def _last_rows(cache: Any, like: mx.array, count: int) -> mx.array:
     keys = cache.keys
     if keys is None or keys.shape[2] == 0:
         return mx.zeros((batch, heads, count, size), dtype=like.dtype)
-    at = mx.maximum(_positions(cache.offset, count) - count, 0)[:, None, :, None]
+    at = mx.maximum(row_numbers(cache.offset, count) - count, 0)[:, None, :, None]
     return mx.take_along_axis(
         keys[:batch], mx.broadcast_to(at, (batch, heads, count, size)), axis=2
     )
@@ -247,6 +256,9 @@ def _injected(streams: mx.array, branch: mx.array, weights: mx.array) -> mx.arra
 class StreamsBody(language.Qwen4ExpModel):
     """mlx-vlm's stack of layers for caches of this project."""
 
+    placeholder = 0
+    """The id that stands for an image."""
+
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, inputs: Any, cache: Sequence[Any], input_embeddings: mx.array | None = None
     ) -> mx.array:
@@ -259,8 +271,11 @@ class StreamsBody(language.Qwen4ExpModel):
     def streams(
         self, inputs: Any, cache: Sequence[Any], input_embeddings: mx.array | None = None
     ) -> mx.array:
-        """Appends ids (B, n) -> (B, n, hc_count * H), before they are mixed for the lm_head."""
+        """Appends ids (B, n) -> (B, n, hc_count * H), before they are mixed for the lm_head.
+
+        The rows of an image have ids below 0, and n-grams read its placeholder there."""
         x = self.embed_tokens(inputs) if input_embeddings is None else input_embeddings
+        inputs = mx.where(inputs < 0, self.placeholder, inputs)
         x = mx.tile(x, (1, 1, self.args.hc_count))
         mask = create_attention_mask(x, parts_of(cache[self.fa_idx])[0])
         layers: list[Any] = self.layers
@@ -281,27 +296,31 @@ SWAPS: Final[Swaps] = {
 }
 
 
-class ModelArgs:
+@dataclass
+class ModelArgs(TextConfig):
     """mlx-vlm's arguments of the text model, from a whole config.json or a text model's own."""
 
-    @staticmethod
-    def from_dict(config: Mapping[str, Any]) -> TextConfig:
-        text = dict(config.get("text_config") or config)
-        for field in ("eos_token_id", "tie_word_embeddings"):
-            if text.get(field) is None and config.get(field) is not None:
-                text[field] = config[field]
-        return TextConfig.from_dict(text)
+    image_token_id: int = 0
+
+    @classmethod
+    def from_dict(cls, params: Mapping[str, Any]) -> "ModelArgs":
+        text = dict(params.get("text_config") or params)
+        for field in ("eos_token_id", "tie_word_embeddings", "image_token_id"):
+            if text.get(field) is None and params.get(field) is not None:
+                text[field] = params[field]
+        return super().from_dict(text)
 
 
 class Model(nn.Module):
     """The text model, as mlx-lm's classes of multimodal models have it."""
 
-    def __init__(self, args: TextConfig) -> None:
+    def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.args = args
         self.model_type = args.model_type
         self.language_model = language.LanguageModel(args)
         swap_classes(self.language_model, SWAPS)
+        cast("Any", self.language_model.model).placeholder = args.image_token_id
 
     def __call__(
         self, inputs: Any, cache: Sequence[Any] | None = None, input_embeddings: Any = None
@@ -422,6 +441,11 @@ class StreamsFamily(Family):
 
     def hidden(self, tokens: mx.array, caches: Sequence[object]) -> mx.array:
         return self._body.streams(tokens, caches)
+
+    def hidden_of(
+        self, tokens: mx.array, embeddings: mx.array, caches: Sequence[object]
+    ) -> mx.array:
+        return self._body.streams(tokens, caches, embeddings)
 
     def logits(self, hidden: mx.array) -> mx.array:
         return self.lm_head(self._body.mixed(hidden))

@@ -120,6 +120,7 @@ _FAMILIES: Final[Mapping[str, Callable[[Facts, Facts], Vision | None]]] = {
     "qwen3_5_moe": _qwen,
     "qwen3_vl": _qwen,
     "qwen3_vl_moe": _qwen,
+    "qwen4_exp": _qwen,
     "gemma3": _gemma,
     "mistral3": _mistral,
 }

@@ -6,8 +6,8 @@ from typing import Any, Final
 
 import mlx.core as mx
 
+from ...mtp.families.placed_rope import RopePositions
 from ...mtp.pieces import Pieces, by_layers
-from ...mtp.placed_rope import RopePositions
 from ...mtp.seams import as_row
 from ...mtp.targets import PromptReader
 from ..model.tower import Features, Tower

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
 from ...mtp.caches.positions import counts_array
-from ...mtp.placed_rope import PlacedRope, is_in_three
+from ...mtp.families.placed_rope import PlacedRope, is_in_three
 from .cuda import TYPES, CudaKernel
 from .product import JointProducts
 

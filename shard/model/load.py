@@ -15,7 +15,7 @@ from ...mtp.families.family import Family
 from ...mtp.families.head import DraftHead, HeadSource, HeadUnusable
 from ...mtp.families.table import family_of
 from ...mtp.families.weights import load_head
-from ...mtp.placed_rope import place_ropes
+from ...mtp.families.placed_rope import place_ropes
 from ...placement.config import hidden_size, vocabulary_size
 from ...placement.errors import InvalidCheckpoint, LoadFailed
 from ...placement.kv_bits import source_of

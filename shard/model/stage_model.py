@@ -26,7 +26,7 @@ from mlx_lm.models.cache import (
 from ...mtp.caches.rollback import takes_tapes, with_tapes
 from ...mtp.caches.window import with_windows
 from ...mtp.families.family import Family
-from ...mtp.placed_rope import RopePositions
+from ...mtp.families.placed_rope import RopePositions
 from ...mtp.targets import FamilyTarget, WholeTarget
 from ...placement.errors import InvalidCheckpoint, LoadFailed
 from ...placement.kv_bits import Source, load_refusal

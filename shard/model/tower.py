@@ -7,8 +7,8 @@ from typing import Any, Final, NamedTuple, cast
 import mlx.core as mx
 from mlx import nn
 
+from ...mtp.families.placed_rope import RopePositions, deepen, place_ropes, see_whole_images
 from ...mtp.families.weights import cast_parameters
-from ...mtp.placed_rope import RopePositions, deepen, place_ropes, see_whole_images
 from ...mtp.schedule import MOST_SCORES
 from ...mtp.seams import FORWARD_FAULTS
 from ...placement.errors import InvalidRequest

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import KVCache
 from small import small_spec
 
 from exo_node.mtp.caches.rollback import cache_arrays, with_tapes
-from exo_node.mtp.placed_rope import RopePositions
+from exo_node.mtp.families.placed_rope import RopePositions
 from exo_node.mtp.seams import ForwardOutput, Want, as_row
 from exo_node.mtp.targets import WholeTarget
 from exo_node.shard.engine.prefill_forward import MAX_PART_S, MIN_PART_S, PART_SHARE, PrefillForward

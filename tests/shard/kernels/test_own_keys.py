@@ -23,7 +23,7 @@ from zoo_runs import small
 from exo_node.mtp.caches.batch_caches import left_aligned
 from exo_node.mtp.caches.positions import Positions
 from exo_node.mtp.caches.window import WindowCache
-from exo_node.mtp.placed_rope import RopePositions
+from exo_node.mtp.families.placed_rope import RopePositions
 from exo_node.shard.kernels import cuda, own_keys
 from exo_node.shard.kernels.own_keys import NAME, OwnKeys, group_keys, hidden_from_cudnn, one_row
 from exo_node.shard.kernels.trial import random_rows

@@ -21,7 +21,7 @@ from pictures import (
     prepared,
 )
 
-from exo_node.mtp.placed_rope import PlacedRope
+from exo_node.mtp.families.placed_rope import PlacedRope
 from exo_node.placement.errors import InvalidRequest
 from exo_node.shard.checkpoint.checkpoint import read_checkpoint
 from exo_node.shard.checkpoint.vision import vision_of

@@ -94,6 +94,12 @@ class RopePositions:
             self._array = mx.array(list(self.deltas), dtype=mx.int32)
         return offset + self._array
 
+    def rows_after(self, offset: int | mx.array, batch: int, rows: int) -> mx.array:
+        """The positions (3, B, n) of the rows of a forward after `offset`; see `shifted`."""
+        if self.places is not None:
+            return self.places[:, None]
+        return mx.broadcast_to(row_numbers(self.shifted(offset), rows), (3, batch, rows))
+
     def angles(self, rope: "PlacedRope") -> tuple[mx.array, mx.array]:
         """cos and sin (n, dims / 2) of `places`, computed once for all layers."""
         assert self.places is not None
@@ -107,10 +113,20 @@ class RopePositions:
         return self._angles[rope.dims]
 
 
-class PlacedRope(nn.RoPE):
-    """mlx-lm's rope, at `RopePositions`. `place_ropes` makes one."""
+def row_numbers(offset: int | mx.array, rows: int) -> mx.array:
+    """(1 or B, n): the numbers of `rows` rows after `offset`."""
+    first = offset[:, None] if isinstance(offset, mx.array) else offset
+    return (first + mx.arange(rows, dtype=mx.int32)).reshape(-1, rows)
 
-    positions: RopePositions
+
+class PlacedRows:
+    """A module whose rows have positions. `place_ropes` exchanges those of text."""
+
+    positions = RopePositions()
+
+
+class PlacedRope(PlacedRows, nn.RoPE):
+    """mlx-lm's rope, at `RopePositions`. `place_ropes` makes one."""
 
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
         if self.positions.places is None:
@@ -123,9 +139,12 @@ class PlacedRope(nn.RoPE):
 def place_ropes(module: nn.Module, positions: RopePositions) -> None:
     """Gives the ropes of all layers in `module` their positions by `positions`; of a model that
     reads no images they stay as they are."""
+    if not positions.section:
+        return
     for _, each in module.named_modules():
-        if positions.section and type(each) is nn.RoPE and not each.traditional and each.scale == 1:
+        if type(each) is nn.RoPE and not each.traditional and each.scale == 1:
             each.__class__ = PlacedRope
+        if isinstance(each, PlacedRows):
             each.positions = positions
 
 
