@@ -174,6 +174,11 @@ def parts_of(cache: object) -> Sequence[Any]:
     return cache.caches if isinstance(cache, CacheList) else (cache,)
 
 
+def cache_of(parts: Sequence[Any]) -> Any:
+    """The cache whose `parts_of` they are, which stay the same objects."""
+    return parts[0] if len(parts) == 1 else CacheList(*parts)
+
+
 def holds_rows(cache: object) -> bool:
     """Whether a cache has one row for each token, quantised by itself if at all, so that a rollback
     only trims it."""

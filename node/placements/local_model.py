@@ -60,7 +60,7 @@ def resolve(name: str, settings: Settings, distributions: Collection[str]) -> Lo
     hardware = detect_hardware(distributions, settings.memory_limit, visible_gpus())
     fingerprint = library.checkpoint(folder).fingerprint
     spec = _spec(card, hardware, settings, fingerprint)
-    spec = on_this_machine(spec, folder, settings, library.drafter_folder)
+    spec = on_this_machine(spec, folder, settings, library.drafters.folder)
     initial_k = 0
     if card.drafts is not None and spec.native_mtp:
         initial_k, _ = initial_depth(card.drafts, settings.native_mtp_default_k)

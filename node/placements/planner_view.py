@@ -141,7 +141,7 @@ class NodeFactsSource:
         """The block drafter that a placement of the card's model names. Raises InvalidRequest."""
         if name is None or name == "none":
             return name
-        return await asyncio.to_thread(self._library.drafter, card, name)
+        return await asyncio.to_thread(self._library.drafters.choose, card, name)
 
     def _is_held(self, model: ModelId) -> bool:
         return any(model in member.facts.models for member in self._cluster.members())

@@ -1,5 +1,6 @@
 """Models on this node's disk: where each is, how it arrives, and what peers may copy of it.
 
+block_drafters.py: block drafters, found and fitted to models
 copy_folder.py: what a peer offers, and the folder of its copy
 fetching.py: gets a model from this disk, from peers or from the hub
 gguf_places.py: GGUF files on this disk, Ollama's and LM Studio's too, to be imported

@@ -76,7 +76,7 @@ class ModelFetcher:
     def drafter_folder(self, drafter: ModelId) -> Path:
         """The folder of a block drafter on this disk; none is fetched. Blocks, and raises
         DrafterUnusable."""
-        return self._library.drafter_folder(drafter)
+        return self._library.drafters.folder(drafter)
 
     def lock(self, model: ModelId) -> asyncio.Lock:
         """Held while the model's files are brought here or deleted."""

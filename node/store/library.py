@@ -7,14 +7,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar, get_args
 
-from pydantic import ValidationError
-
-from ...placement.card import SHIPPED_MAX_K, BlockDrafter, Capability, ModelCard
+from ...placement.card import Capability, ModelCard
 from ...placement.drafting import HeadState
 from ...placement.errors import (
     ExoNodeError,
     InvalidCheckpoint,
-    InvalidRequest,
     InvalidSettings,
     ModelNotFound,
     RemovalRefused,
@@ -30,19 +27,13 @@ from ...placement.library import (
 )
 from ...shard.checkpoint.chat_format import capabilities
 from ...shard.checkpoint.checkpoint import Checkpoint, is_weight_file, read_checkpoint, read_config
-from ...shard.checkpoint.drafters import (
-    DrafterFacts,
-    DrafterUnusable,
-    absent_drafter,
-    is_drafter,
-    read_drafter,
-    reading_drafter,
-)
+from ...shard.checkpoint.drafters import DrafterUnusable, is_drafter
 from ...shard.checkpoint.embedders import embedder_facts
 from ...shard.checkpoint.generation_config import read_generation_config
 from ...shard.checkpoint.head_tensors import HeadFound, find_head
 from ...shard.checkpoint.model_classes import mapped_bytes
 from ...shard.checkpoint.vision import may_read_images
+from .block_drafters import BlockDrafters
 from .gguf_places import by_name, by_path, in_model_folders
 from .hub_cache import HubCache, is_own, offline_by
 from .model_folder import CONFIG, Place, Stamp, bytes_in, stamp
@@ -115,6 +106,7 @@ class ModelLibrary:
         self._roots = tuple(folders)
         self._shipped_cards = packaged_cards()
         self._checkpoints = _FolderCache(lambda folder, _: read_checkpoint(folder))
+        self.drafters = BlockDrafters(self._roots, self.checkpoint)
         self._files = _FolderCache(_read_file_facts)
         self._opened: dict[Place, tuple[object, KnownModel | ExoNodeError]] = {}
         self.broken: Mapping[ModelId, ExoNodeError] = {}
@@ -158,7 +150,7 @@ class ModelLibrary:
                 continue
             match self._open_changed(place):
                 case KnownModel() as model:
-                    models[place.id] = self._with_drafter(model)
+                    models[place.id] = self._with_sizes(model)
                 case fault:
                     broken[place.id] = fault
         self._opened = {place: result for place, result in self._opened.items() if place in on_disk}
@@ -304,7 +296,7 @@ class ModelLibrary:
             return HeadState(False, not_here(model.card.id))
         try:
             if model.card.drafter is not None:
-                _ = self._drafter(model.card)
+                _ = self.drafters.facts(model.card)
                 return HeadState(True)
             head = find_head(self.checkpoint(model.folder))
         except DrafterUnusable as fault:
@@ -312,73 +304,6 @@ class ModelLibrary:
         except ExoNodeError as fault:
             return HeadState(False, fault.message)
         return HeadState(True) if isinstance(head, HeadFound) else HeadState(False, head.reason)
-
-    def drafter_folder(self, drafter: ModelId) -> Path:
-        """The folder of a block drafter on this disk. Raises DrafterUnusable."""
-        for place in in_folders(self._roots):
-            if place.id == drafter and not place.partial:
-                return place.folder
-        with reading_drafter(drafter):
-            folder = HubCache().find(drafter)
-        if folder is None:
-            raise absent_drafter(drafter)
-        return folder
-
-    def drafter(self, card: ModelCard, name: str) -> BlockDrafter:
-        """The block drafter `name`, an id or a model's folder, for a card's model.
-
-        Raises InvalidRequest where it is not here or does not fit.
-        """
-        try:
-            if card.embeds:
-                raise DrafterUnusable(f"{card.id} is an embedder, which drafts nothing")
-            model = self._drafter_id(name)
-            facts = self._drafter_facts(model)
-            drafter = card.drafter
-            if drafter is None or drafter.model != model:
-                drafter = BlockDrafter(model=model, max_k=min(SHIPPED_MAX_K, facts.most_drafts))
-            facts.require_fit(card.vocab_size, card.hidden_size, card.num_layers, drafter.max_k)
-        except (DrafterUnusable, ValidationError) as fault:
-            raise InvalidRequest(f"drafter: {fault}, or leave it out", param="drafter") from fault
-        return drafter.model_copy(update=facts.sizes)
-
-    def _drafter_id(self, name: str) -> ModelId:
-        """The id of a drafter by id or folder. Raises DrafterUnusable for another folder."""
-        if not (path := Path(name)).is_absolute():
-            return ModelId(name)
-        for place in in_folders(self._roots):
-            if path in (place.folder, place.folder.resolve()):
-                return place.id
-        raise DrafterUnusable(
-            f"{name} is in none of the head's folders of models; put it into one, or start the "
-            "node with --models-dir"
-        )
-
-    def _drafter_facts(self, model: ModelId) -> DrafterFacts:
-        """The facts of a drafter on this disk. Raises DrafterUnusable."""
-        folder = self.drafter_folder(model)
-        with reading_drafter(model):
-            return read_drafter(self.checkpoint(folder), model)
-
-    def _drafter(self, card: ModelCard) -> DrafterFacts:
-        """The facts of the card's drafter, which fits it. Raises DrafterUnusable."""
-        assert card.drafter is not None
-        facts, most = self._drafter_facts(card.drafter.model), card.drafter.max_k
-        facts.require_fit(card.vocab_size, card.hidden_size, card.num_layers, most)
-        return facts
-
-    def _with_drafter(self, model: KnownModel) -> KnownModel:
-        """The model with the sizes of its drafter, where its card lacks them and the files have
-        them; else `head` says why not."""
-        drafter = model.card.drafter
-        if drafter is None or drafter.weight_bytes:
-            return model
-        try:
-            facts = self._drafter(model.card)
-        except DrafterUnusable:
-            return model
-        filled = drafter.model_copy(update=facts.sizes)
-        return replace(model, card=model.card.model_copy(update={"drafter": filled}))
 
     def file_facts(self, model: KnownModel) -> FileFacts:
         """The facts of the model's files that lists show; its card adds capabilities."""
@@ -393,7 +318,10 @@ class ModelLibrary:
 
     def open(self, place: Place) -> KnownModel:
         """The model as its files are now. Raises InvalidCheckpoint and InvalidCard."""
-        return self._with_drafter(self._open(place))
+        return self._with_sizes(self._open(place))
+
+    def _with_sizes(self, model: KnownModel) -> KnownModel:
+        return replace(model, card=self.drafters.with_sizes(model.card))
 
     def _open(self, place: Place) -> KnownModel:
         if place.fault:
@@ -451,7 +379,7 @@ class ModelLibrary:
         if card.repository is None:
             return KnownModel(card, None)
         folder = HubCache().locate(card.repository, card.revision)
-        return self._with_drafter(KnownModel(card, folder))
+        return self._with_sizes(KnownModel(card, folder))
 
     def _unknown(self, model: ModelId, *, here: bool = False) -> ModelNotFound:
         """`here`: the error names models on this disk alone, and no download."""

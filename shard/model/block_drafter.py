@@ -10,9 +10,9 @@ from typing import Any, Final, cast
 
 import mlx.core as mx
 from mlx import nn
-from mlx_lm.models.cache import CacheList, KVCache
+from mlx_lm.models.cache import KVCache
 
-from ...mtp.caches.rollback import RowCache, fixed_kinds, parts_of
+from ...mtp.caches.rollback import RowCache, cache_of, fixed_kinds, parts_of
 from ...mtp.families.family import Family
 from ...mtp.families.table import family_of
 from ...mtp.families.weights import cast_parameters
@@ -91,8 +91,7 @@ class BlockDrafter:
 
     def make_cache(self) -> RowCache:
         """The cache of all layers, without rows."""
-        caches = [KVCache() for _ in self.module.layers]
-        return caches[0] if len(caches) == 1 else CacheList(*caches)
+        return cache_of([KVCache() for _ in self.module.layers])
 
     def read(self, hidden: mx.array, embedding: mx.array, cache: RowCache) -> mx.array:
         """Appends rows (B, n, H) of `target` to the cache. Returns the embeddings, of which the

@@ -3,13 +3,11 @@
 Both read every row, so that the next answer may begin with the other one.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import mlx.core as mx
-from mlx_lm.models.cache import CacheList
 
-from ...mtp.caches.rollback import RowCache, parts_of
+from ...mtp.caches.rollback import RowCache, cache_of, parts_of
 from ...mtp.families.family import Family
 from ...mtp.families.head import DraftHead
 from ...mtp.families.table import family_of
@@ -38,7 +36,7 @@ class DraftPair(NamedTuple):
     def make_cache(self) -> RowCache:
         """The parts of the head's cache, then the drafter's, without rows."""
         head, drafter = self.head.make_cache(), self.drafter.make_cache()
-        return CacheList(*parts_of(head), *parts_of(drafter))
+        return cache_of([*parts_of(head), *parts_of(drafter)])
 
     def read(self, hidden: mx.array, embedding: mx.array, cache: RowCache) -> mx.array:
         """Appends rows of `target` to both caches. Returns the head's output and the embeddings.
@@ -66,11 +64,17 @@ class DraftPair(NamedTuple):
     def _parts(self, cache: RowCache) -> tuple[RowCache, RowCache]:
         parts = parts_of(cache)
         count = len(parts) - self.drafter.num_caches
-        return _joined(parts[:count]), _joined(parts[count:])
+        return cache_of(parts[:count]), cache_of(parts[count:])
 
 
 Head = DraftHead | BlockDrafter | DraftPair
 """What may draft for a model."""
+
+
+def own_head(head: Head | None) -> DraftHead | None:
+    """The model's own one of them."""
+    own = head.head if isinstance(head, DraftPair) else head
+    return own if isinstance(own, DraftHead) else None
 
 
 def targets_of(
@@ -78,15 +82,9 @@ def targets_of(
 ) -> tuple[Family | None, FamilyTarget | WholeTarget | TappedTarget]:
     """The family whose hidden states a `DraftHead` is fed, if any, and the target that gives what
     `head` is fed. `whole`: whether all layers are here."""
-    own = head.head if isinstance(head, DraftPair) else head
-    kind = own.hidden_kind if isinstance(own, DraftHead) else None
-    family = family_of(stage.model, kind) if whole else None
+    own = own_head(head)
+    family = family_of(stage.model, own.hidden_kind if own else None) if whole else None
     target = target_of(stage, family)
     if isinstance(head, BlockDrafter | DraftPair):
         return None, head.target(target)
     return family, target
-
-
-def _joined(parts: Sequence[Any]) -> RowCache:
-    """The cache of some parts, which stay the same objects."""
-    return cast(RowCache, parts[0] if len(parts) == 1 else CacheList(*parts))

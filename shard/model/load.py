@@ -13,9 +13,9 @@ from mlx import nn
 from ...mtp.caches.rollback import fixed_kinds
 from ...mtp.families.family import Family
 from ...mtp.families.head import DraftHead, HeadSource, HeadUnusable
+from ...mtp.families.placed_rope import place_ropes
 from ...mtp.families.table import family_of
 from ...mtp.families.weights import load_head
-from ...mtp.families.placed_rope import place_ropes
 from ...placement.config import hidden_size, vocabulary_size
 from ...placement.errors import InvalidCheckpoint, LoadFailed
 from ...placement.kv_bits import source_of
@@ -28,7 +28,7 @@ from ..checkpoint.vision import Vision, vision_of
 from ..kernels.install import install
 from ..kernels.trial import KernelChoice
 from .block_drafter import BlockDrafter, load_block_drafter
-from .draft_pair import DraftPair
+from .draft_pair import DraftPair, own_head
 from .fusing import prepare_fusing
 from .open_model import (
     backbone_is_raw,
@@ -186,7 +186,7 @@ def _choose_kernels(
 ) -> tuple[KernelChoice, ...]:
     parts: list[nn.Module] = stage.own_layers
     family = family_of(stage.model) if spec.stage == 0 else None
-    own = (family.output if family else None, head.head if isinstance(head, DraftPair) else head)
+    own = (family.output if family else None, own_head(head))
     parts += [part for part in own if isinstance(part, nn.Module)]
     mode = "mlx" if spec.kernels == "mlx" else "auto"
     stored = StoredRows(spec.profile_folder, fingerprint)

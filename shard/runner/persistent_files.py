@@ -21,8 +21,6 @@ from ..engine.answers.draft_profile import DraftProfile, DraftProfileKey
 from ..engine.attempts import Attempts
 from ..engine.prefixes.disk import PrefixDisk
 from ..kernels.install import used
-from ..model.block_drafter import BlockDrafter
-from ..model.draft_pair import DraftPair
 from ..model.load import Loaded
 
 log = logging.getLogger(__name__)
@@ -116,8 +114,7 @@ def _processor() -> tuple[str, ...]:
 def _key(spec: pb.StageSpec, loaded: Loaded) -> DraftProfileKey:
     info = cast("dict[str, object]", mx.device_info())
     bits = spec.kv_bits
-    has_drafter = isinstance(loaded.head, BlockDrafter | DraftPair)
-    drafter = loaded.head.fingerprint if has_drafter else ""
+    drafter = getattr(loaded.head, "fingerprint", "")  # a head's weights are the model's
     return DraftProfileKey(
         device=str(info.get("device_name", mx.default_device())),
         checkpoint=loaded.fingerprint + (f", drafter {drafter}" if drafter else ""),

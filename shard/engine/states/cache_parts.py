@@ -7,10 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache
 
 from ....mtp.caches.batch_caches import detach
-from ....mtp.caches.rollback import RowCache, TapedCache, holds_rows, row_count, state_arrays
+from ....mtp.caches.rollback import (
+    RowCache,
+    TapedCache,
+    cache_of,
+    holds_rows,
+    row_count,
+    state_arrays,
+)
 from ....mtp.caches.window import WindowCache
 
 
@@ -71,7 +78,7 @@ def joined(parts: Sequence[LayerRows]) -> RowCache:
         return cache
     pairs = zip(arrays[::2], arrays[1::2], strict=True)
     caches = [_kv_cache(keys, values, rows) for keys, values in pairs]
-    return caches[0] if len(caches) == 1 else CacheList(*caches)
+    return cache_of(caches)
 
 
 def _kv_cache(keys: mx.array, values: mx.array, rows: int) -> KVCache:
