@@ -141,15 +141,16 @@ def run_checks(
     yield blocks
     note("checking rollback")
     yield numbers.check_rollback(subject, chain)
-    note("checking answers")
-    exact = blocks.finding == "ok"
-    tau = max(each.tau for each in differences)
-    yield answers.check_greedy(subject, prompts, effort.tokens, tau, bitwise=exact)
+    exact, tokens = blocks.finding == "ok", effort.tokens
     largest = max(differences, key=lambda each: each.tau)
-    yield answers.check_batch(subject, chain, prompts, effort.tokens, largest)
-    yield answers.check_seeded(subject, prompts, effort.tokens // 2, bitwise=exact)
-    note("checking what sampling draws")
-    yield answers.check_marginals(subject, chain, effort.samples)
+    for kind, drafting in subject.by_drafter.items():
+        by = f" by {kind}" if kind else ""
+        note(f"checking answers{by}")
+        yield answers.check_greedy(drafting, prompts, tokens, largest.tau, bitwise=exact).named(by)
+        yield answers.check_batch(drafting, chain, prompts, tokens, largest).named(by)
+        yield answers.check_seeded(drafting, prompts, tokens // 2, bitwise=exact).named(by)
+        note(f"checking what sampling draws{by}")
+        yield answers.check_marginals(drafting, chain, effort.samples).named(by)
 
 
 def _prompts(codec: "TextCodec", vocabulary: int, count: int) -> tuple[list[list[int]], str]:

@@ -6,7 +6,7 @@ It contains no names of machines, persons, folders or prompts.
 import json
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ....placement.errors import InvalidCheckpoint
@@ -44,6 +44,10 @@ class Check:
     finding: Finding
     summary: str
     numbers: Mapping[str, Any]
+
+    def named(self, addition: str) -> "Check":
+        """The check under its name and `addition`."""
+        return replace(self, name=self.name + addition)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """A loaded model under test by `exo-node verify`, which uses the engine of requests."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -26,7 +26,10 @@ HEADLESS_K = 3
 
 @dataclass(frozen=True, slots=True)
 class ModelUnderTest:
-    """A model to check. `max_k`: the most drafts; `no_drafts`: the reason for no `draft_model`."""
+    """A model to check. `max_k`: the most drafts; `no_drafts`: the reason for no `draft_model`.
+
+    `drafters`: all that may draft, of which `draft_model` does.
+    """
 
     target: Target
     make_caches: Callable[[], list[Any]]
@@ -41,6 +44,14 @@ class ModelUnderTest:
     """Whether a node issues rounds before earlier ones are read."""
     modules: Sequence[nn.Module] = ()
     """The parts of the target."""
+    drafters: Mapping[str, DraftModel] = field(default_factory=dict[str, DraftModel])
+
+    @property
+    def by_drafter(self) -> Mapping[str, "ModelUnderTest"]:
+        """The same with each drafter, by its kind; by no name if there is one or none."""
+        if len(self.drafters) < 2:
+            return {"": self}
+        return {kind: replace(self, draft_model=each) for kind, each in self.drafters.items()}
 
     @property
     def depths(self) -> range:
@@ -86,9 +97,8 @@ def subject_of(loaded: Loaded, dtype: mx.Dtype, chunk: int, max_k: int) -> Model
     """The model under test of a loaded stage. `max_k` 0 (no drafts): checks up to HEADLESS_K."""
     head, stage = loaded.head, loaded.model
     family, target = targets_of(stage, head)
-    model = None
-    if head is not None and max_k:
-        model = next(iter(DraftModel.each_of(family, head).values()))
+    drafters = DraftModel.each_of(family, head) if max_k else {}
+    model = next(iter(drafters.values()), None)
     return ModelUnderTest(
         target=target,
         make_caches=stage.make_caches,
@@ -101,6 +111,7 @@ def subject_of(loaded: Loaded, dtype: mx.Dtype, chunk: int, max_k: int) -> Model
         special_tokens=loaded.codec.special_tokens if loaded.codec else (),
         runs_ahead=set(used(loaded.kernels)) >= COUNTS_ON_DEVICE,
         modules=stage.own_modules(outer=True),
+        drafters={str(kind): each for kind, each in drafters.items()},
     )
 
 

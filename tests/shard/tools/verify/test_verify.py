@@ -18,6 +18,9 @@ import numpy as np
 import pytest
 import typer
 from chips import M3_MAX, on_chip
+from drafters import drafter_config, make_drafter
+from engines import load_quietly, spec
+from models import make_checkpoint
 from shims import by_contents, by_rows, perturb
 from small import small_checkpoint
 from tiny import VOCABULARY, taped_qwen
@@ -48,7 +51,7 @@ from exo_node.shard.tools.verify.answers import (
 )
 from exo_node.shard.tools.verify.numbers import chain_of, check_blocks, compare
 from exo_node.shard.tools.verify.report import Check, Report, as_json, as_text
-from exo_node.shard.tools.verify.subject import ModelUnderTest
+from exo_node.shard.tools.verify.subject import ModelUnderTest, subject_of
 
 EFFORT = verify.Effort(prompts=1, tokens=24, rows=14, samples=200)
 PROMPTS = [[(5 * i + 2) % VOCABULARY for i in range(19)]]
@@ -174,6 +177,17 @@ def test_numbers_beyond_rounding_are_a_defect() -> None:
 def test_rejected_rows_may_be_seen_where_rows_depend_on_those_after_them() -> None:
     checks = checked(subject(by_contents, 1e-5), "rollback", FEWER)
     assert checks["rollback"].finding == "differs"
+
+
+def test_each_drafter_that_may_draft_is_examined(tmp_path: Path) -> None:
+    target = make_checkpoint(tmp_path / "t", "qwen3_5", dtype="float32", vocab=4096)
+    drafter = make_drafter(tmp_path / "d", drafter_config(4096))
+    fields = {"drafter": "a/d", "drafter_path": str(drafter), "drafter_bytes": 1 << 20}
+    both = load_quietly(spec(target, 0, 4, num_layers=4, native_mtp=True, **fields))
+    subject = subject_of(both, mx.float32, 8, 2)
+    found = findings(checked(subject, "", verify.Effort(1, 6, 4, 40)))
+    by_drafter = [f"{n} by {kind}" for kind in ("block_drafter", "native_mtp") for n in ALL[2:]]
+    assert found == dict.fromkeys([*ALL[:2], *by_drafter], "ok")
 
 
 def test_a_model_without_a_head_is_checked_as_far_as_that_goes() -> None:
