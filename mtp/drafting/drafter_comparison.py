@@ -15,7 +15,7 @@ _OTHER: Final[Mapping[DrafterKind, DrafterKind]] = {
     "native_mtp": "block_drafter",
     "block_drafter": "native_mtp",
 }
-_WORDS: Final[Mapping[DrafterKind, str]] = {
+WORDS: Final[Mapping[DrafterKind, str]] = {
     "native_mtp": "native MTP",
     "block_drafter": "the block drafter",
 }
@@ -24,10 +24,10 @@ _WORDS: Final[Mapping[DrafterKind, str]] = {
 class DrafterComparison:
     """The drafter of the next answer, and why."""
 
-    def __init__(self, kind: DrafterKind) -> None:
+    def __init__(self, kind: DrafterKind, reason: str = "") -> None:
         """`kind`: the one that begins."""
         self.kind: DrafterKind = kind
-        self.reason = ""
+        self.reason = reason
         """Why it is this one, for a person; empty before the first choice."""
         self._answers = 0
 
@@ -39,11 +39,11 @@ class DrafterComparison:
         own, other, self._answers = self.kind, _OTHER[self.kind], self._answers + 1
         if not speeds[own] or not speeds[other]:
             self.kind = other if speeds[own] else own
-            self.reason = f"{_WORDS[self.kind]} drafts, until its speed is known"
+            self.reason = f"{WORDS[self.kind]} drafts, until its speed is known"
             return
         is_trial = self._answers % TRIAL_EVERY == 0
         if is_trial or speeds[other] > HYSTERESIS * speeds[own]:
             self.kind = other
-        listed = ", ".join(f"{_WORDS[kind]} {speed:.2f}" for kind, speed in speeds.items())
+        listed = ", ".join(f"{WORDS[kind]} {speed:.2f}" for kind, speed in speeds.items())
         verb = "is tried again" if is_trial else "drafts"
-        self.reason = f"{_WORDS[self.kind]} {verb}; times plain decoding: {listed}"
+        self.reason = f"{WORDS[self.kind]} {verb}; times plain decoding: {listed}"

@@ -14,6 +14,22 @@ SECOND: Final = "DFlash2DraftModel"
 _ARCHITECTURES: Final = ("DFlashDraftModel", SECOND)
 _MAX_SIZE: Final = 1 << 20
 _MAX_LAYERS: Final = 64
+_BOUNDS: Final = {
+    "num_hidden_layers": (1, _MAX_LAYERS),
+    "num_attention_heads": (1, _MAX_SIZE),
+    "num_key_value_heads": (1, _MAX_SIZE),
+    "head_dim": (1, _MAX_SIZE),
+    "intermediate_size": (1, _MAX_SIZE),
+    "block_size": (2, _MAX_SIZE),
+    "num_target_layers": (0, _MAX_SIZE),
+}
+"""The least and the largest number in config.json, by its field."""
+_FORMS: Final = {
+    "layer_types": (list, "a list"),
+    "sliding_window": (int, "a whole number"),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), (dict, "an object")),
+}
+"""Types of fields that may be left out, and their words."""
 _REMEDY: Final = "name the drafter of this model, in its card (drafter.model) or by --drafter"
 
 
@@ -115,42 +131,46 @@ def read_drafter(checkpoint: Checkpoint, name: str) -> DrafterFacts:
             f"whose config.json has {' or '.join(_ARCHITECTURES)}"
         )
     own: Any = config.get("dflash_config")
-    merged: dict[str, Any] = {**config, **(own if isinstance(own, dict) else {})}
+    merged: dict[str, Any] = {
+        "num_target_layers": 0,
+        **config,
+        **(own if isinstance(own, dict) else {}),
+    }
     if any(merged.get(name) for name in ("causal", "is_causal", "dflash_query_causal")):
         raise DrafterUnusable(
             f"the block drafter {name} masks its block, which is not implemented; name another one"
         )
-    names = ("num_hidden_layers", "num_key_value_heads", "head_dim", "block_size")
-    layers, heads, width, block = (_size(merged.get(each)) for each in names)
-    mask, ids = _size(merged.get("mask_token_id"), 0), merged.get("target_layer_ids")
-    read = [_size(each, 0) for each in cast("list[Any]", ids)] if isinstance(ids, list) else []
-    vocabulary, target_layers = vocabulary_size(config), merged.get("num_target_layers", 0)
-    if (
-        min(layers, heads, width, block - 1, len(read), 1 + min(read, default=0)) < 1
-        or not 0 <= mask < vocabulary
-        or _size(target_layers, 0) < 0
-        or layers > _MAX_LAYERS
-        or len({*read}) < len(read)
-    ):
-        raise DrafterUnusable(
-            f"config.json of the block drafter {name} lacks sizes, or has some that no drafter "
-            "has; use a whole copy of the publisher's checkpoint"
-        )
+    vocabulary = vocabulary_size(config)
+    for field, (least, most) in {**_BOUNDS, "mask_token_id": (0, vocabulary - 1)}.items():
+        if type(value := merged.get(field)) is not int or not least <= value <= most:
+            raise _of_no_drafter(name, field, value, f"a number from {least} to {most}")
+    for field, (form, words) in _FORMS.items():
+        if (value := merged.get(field)) is not None and type(value) is not form:
+            raise _of_no_drafter(name, field, value, words)
+    ids: Any = merged.get("target_layer_ids")
+    read = cast("list[Any]", ids) if isinstance(ids, list) else []
+    are_numbers = all(type(each) is int and 0 <= each < _MAX_SIZE for each in read)
+    if not read or not are_numbers or len({*read}) < len(read):
+        raise _of_no_drafter(name, "target_layer_ids", ids, "a list of layers, each once")
+    rows = merged["num_hidden_layers"] * merged["num_key_value_heads"]
     return DrafterFacts(
         name=name,
         hidden_size=hidden_size(config),
         vocabulary=vocabulary,
-        target_layers=target_layers,
+        target_layers=merged["num_target_layers"],
         layer_ids=tuple(read),
-        block_size=block,
-        cached_numbers=2 * layers * heads * width,
+        block_size=merged["block_size"],
+        cached_numbers=2 * rows * merged["head_dim"],
         weight_bytes=sum(t.nbytes for name, t in checkpoint.tensors.items() if is_own(name)),
     )
 
 
-def _size(value: Any, least: int = 1) -> int:
-    """A size in config.json, or -1 for what is none."""
-    return value if type(value) is int and least <= value < _MAX_SIZE else -1
+def _of_no_drafter(name: str, field: str, value: object, right: str) -> DrafterUnusable:
+    """The error for a field of config.json. `right`: what it has to be."""
+    return DrafterUnusable(
+        f"{field} in config.json of the block drafter {name} is {str(value)[:80]}, not {right}; "
+        "use a whole copy of the publisher's checkpoint"
+    )
 
 
 def is_second(config: Mapping[str, Any]) -> bool:

@@ -81,9 +81,9 @@ def numeric_error(position: int, dtype: str, *, alone: bool) -> NumericError:
     )
 
 
-def parked_reason(position: int) -> str:
-    """The reason why a draft head is no longer used."""
+def parked_reason(position: int, drafter: str) -> str:
+    """The reason why a draft head or a drafter is no longer used."""
     return (
-        f"the draft head's logits were not finite at position {position}, so nothing is drafted "
-        f"until the model is loaded anew; {REMEDY}"
+        f"the logits of {drafter} were not finite at position {position}, so it drafts nothing "
+        f"until the model is loaded again; {REMEDY}"
     )

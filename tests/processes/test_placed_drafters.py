@@ -4,6 +4,8 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from small import small_checkpoint
 
 WITHIN_S = 120.0
 TARGET, DRAFTER = "target", "a/drafter"
+NEVER_END = {"logit_bias": {"4095": -100}}
 
 
 @pytest.fixture
@@ -84,6 +87,42 @@ def test_status_says_which_of_a_head_and_a_drafter_drafts(served: Node) -> None:
         eventually(lambda: placement(served)["drafting"]["drafter_kind"] == kinds[-1], WITHIN_S)
         assert "drafts" in stats["depth_reason"] or "tried again" in stats["depth_reason"]
     assert {*kinds} == {"block_drafter", "native_mtp"}, kinds
+
+
+def test_an_answer_whose_runner_is_killed_while_the_drafter_drafts_is_resumed(
+    served: Node,
+) -> None:
+    assert place(served, DRAFTER).status == 200
+    fields = {"model": TARGET, "max_tokens": 300, "return_token_ids": True, **NEVER_END}
+    text, ids, stats = "Tell me a story.", list[int](), dict[str, Any]()
+    plain = served.chat(text, num_draft_tokens=0, **fields)["choices"][0]["token_ids"]
+    with served.stream(text, num_draft_tokens=3, **fields) as events:
+        for event in events:
+            if event == "[DONE]":
+                break
+            before, choice = len(ids), event["choices"][0]
+            ids += choice.get("token_ids") or []
+            stats = event.get("generation_stats") or stats
+            if before < 20 <= len(ids):
+                os.kill(served.stages()[0]["pid"], signal.SIGKILL)
+    assert ids == plain
+    assert (stats["drafter_kind"], stats["resumes"]) == ("block_drafter", 1)
+    assert stats["proposed_draft_tokens"] > 0
+
+
+@pytest.mark.parametrize("first", [DRAFTER, "none"])
+def test_loads_at_once_with_different_drafters_leave_one_that_answers(
+    served: Node, tmp_path: Path, first: str
+) -> None:
+    _ = shutil.copytree(tmp_path / "models" / DRAFTER, tmp_path / "models" / "a" / "second")
+    with ThreadPoolExecutor(4) as pool:
+        names = [first, "a/second", first, "a/second"]
+        replies = list(pool.map(partial(place, served), names))
+    assert {reply.status for reply in replies} <= {200, 409}, replies
+    assert any(reply.status == 200 for reply in replies)
+    plain = answer(served, 0)[0]
+    assert answer(served, 2)[0] == plain
+    assert placement(served)["asked_for"] in ("drafter a/second", f"drafter {first}")
 
 
 def chat() -> dict[str, Any]:

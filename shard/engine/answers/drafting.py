@@ -6,7 +6,7 @@ from typing import Final
 
 from ....mtp.drafting.acceptance import Acceptance
 from ....mtp.drafting.costs import CostTable
-from ....mtp.drafting.drafter_comparison import DrafterComparison
+from ....mtp.drafting.drafter_comparison import WORDS, DrafterComparison
 from ....mtp.drafting.round_policy import DraftDemand, RoundPolicy
 from ....mtp.families.family import Family
 from ....mtp.types import DrafterKind
@@ -60,7 +60,8 @@ class DraftControl:
         self.is_near_tie = False
         """Whether a verify may decide near ties otherwise than single steps do."""
         self.parked_reason = ""
-        """Why the draft head is not used any more: its logits were not finite."""
+        """Why nothing is drafted any more: the drafter's logits were not finite. Where there is
+        another one, until no answer is in progress."""
         self.depth_reason = ""
         """Why the last round drafted as many tokens as it did; empty before the first."""
 
@@ -83,7 +84,7 @@ class DraftControl:
     def park(self, position: int | None) -> None:
         """Grants no more drafts if an answer stopped drafting at `position`."""
         if position is not None and not self.parked_reason:
-            self.parked_reason = parked_reason(position)
+            self.parked_reason = parked_reason(position, WORDS[self.kind])
             log.warning("%s", self.parked_reason)
 
     def check(self, k: int) -> None:
@@ -164,6 +165,8 @@ class DraftControl:
         Where drafts may decide near ties the first one drafts: there neither the clock nor other
         answers may change an answer.
         """
+        if self.parked_reason and len(self.models) > 1:
+            self._drop()
         if len(self.models) < 2 or self.is_near_tie or self.refusal:
             return
         before, speeds = self.kind, dict[DrafterKind, float]()
@@ -172,6 +175,14 @@ class DraftControl:
         self.comparison.choose(speeds)
         if self.kind != before:
             self._policy.change_costs(self.profile.costs)
+
+    def _drop(self) -> None:
+        """Leaves drafting to the other drafter."""
+        del self.models[self.kind], self.profiles[self.kind]
+        (other,) = self.models
+        self.comparison = DrafterComparison(other, f"{WORDS[other]} drafts: {self.parked_reason}")
+        self.parked_reason = ""
+        self._policy.change_costs(self.profile.costs)
 
     def _speedup(self, policy: RoundPolicy, profile: DraftProfile) -> float:
         acceptance = Acceptance(self.depth, profile.prior)

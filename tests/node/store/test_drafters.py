@@ -71,7 +71,7 @@ def test_sizes_in_a_card_hold_where_the_drafter_is_not(models: Path) -> None:
         ({"vocab_size": 4095}, "a vocabulary of 4095 ids, and this one has 4096"),
         ({"block_size": 4}, "drafts at most 3 tokens a round"),
         ({"architectures": ["DSparkDraftModel"]}, "DSparkDraftModel"),
-        ({"dflash_config": 5}, "lacks sizes"),
+        ({"dflash_config": 5}, "mask_token_id in config.json of"),
     ],
 )
 def test_one_that_does_not_fit_is_named_in_the_list(
@@ -111,12 +111,12 @@ def test_a_snapshot_that_may_not_be_read_ends_no_load(
 def test_a_placement_names_a_drafter_by_id_or_folder(models: Path) -> None:
     lib = with_drafter(models, block_size=4)
     bare = lib.get(TARGET).card.model_copy(update={"drafter": None})
-    by_id = lib.drafter(bare, DRAFTER)
-    assert by_id == lib.drafter(bare, str(models / DRAFTER))
+    by_id = lib.drafters.choose(bare, DRAFTER)
+    assert by_id == lib.drafters.choose(bare, str(models / DRAFTER))
     assert (by_id.model, by_id.default_k, by_id.max_k) == (DRAFTER, 1, 3), "of a block of 4 rows"
     assert by_id.weight_bytes and by_id.cached_numbers
     own = bare.model_copy(update={"drafter": BlockDrafter(model=DRAFTER, default_k=2, max_k=2)})
-    assert lib.drafter(own, DRAFTER).max_k == 2, "as the card has it"
+    assert lib.drafters.choose(own, DRAFTER).max_k == 2, "as the card has it"
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_placement_names_a_drafter_by_id_or_folder(models: Path) -> None:
         (DRAFTER, {"vocab_size": 4095}, "a vocabulary of 4095 ids"),
         (DRAFTER, {"hidden_size": 32}, "hidden states of 32 numbers"),
         (DRAFTER, {"num_target_layers": 9}, "9 layers"),
-        (DRAFTER, {"dflash_config": []}, "lacks sizes"),
+        (DRAFTER, {"dflash_config": []}, "mask_token_id in config.json of"),
         (DRAFTER, {"vocab_size": None}, "the block drafter a/drafter cannot be read"),
     ],
 )
@@ -141,13 +141,13 @@ def test_one_that_a_placement_cannot_have_is_refused_by_its_field(
 ) -> None:
     lib = with_drafter(models, **changes)
     with pytest.raises(InvalidRequest) as caught:
-        _ = lib.drafter(lib.get(TARGET).card, name)
+        _ = lib.drafters.choose(lib.get(TARGET).card, name)
     message = caught.value.message
     assert caught.value.param == "drafter" and why in message
     assert message.startswith("drafter: ") and message.endswith(", or leave it out")
     embedder = lib.get(TARGET).card.model_copy(update={"capabilities": ("embeddings",)})
     with pytest.raises(InvalidRequest, match="an embedder, which drafts nothing"):
-        _ = lib.drafter(embedder, name)
+        _ = lib.drafters.choose(embedder, name)
 
 
 def test_a_drafter_is_no_model_that_answers(models: Path) -> None:

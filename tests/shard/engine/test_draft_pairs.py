@@ -243,3 +243,29 @@ def test_where_drafts_may_decide_near_ties_no_answer_changes_what_drafts() -> No
     served = with_costs(engine("block_drafter"), block_drafter=FLAT, native_mtp=FLAT)
     served.drafting.is_near_tie = True
     assert {each.stats.drafter_kind for each in asked(served, 3)} == {"block_drafter"}
+
+
+def test_a_drafter_whose_numbers_are_not_finite_leaves_drafting_to_the_head() -> None:
+    it = load_quietly(spec_of("qwen3_5"))
+    norm = it.head.drafter.module.norm
+    norm.weight = norm.weight * float("nan")
+    served = drafting("block_drafter", engine_of(it, spec_of("qwen3_5"), clock=lambda: 0.0))
+    answers = asked(with_costs(served, block_drafter=FLAT, native_mtp=FLAT), 3)
+    assert [each.stats.drafter_kind for each in answers] == ["block_drafter", *["native_mtp"] * 2]
+    assert {each.ids for each in answers} == {alone("native_mtp", "qwen3_5", 0).ids}
+    assert answers[0].stats.head_parked
+    assert "the logits of the block drafter were not finite" in answers[0].stats.drafting_reason
+    assert not answers[1].stats.head_parked and answers[1].stats.accepted_draft_tokens
+    reason = answers[2].stats.depth_reason
+    assert reason.startswith("native MTP drafts: the logits of the block drafter were not finite")
+
+
+def test_a_drafter_alone_whose_numbers_are_not_finite_drafts_no_more() -> None:
+    stage_spec = spec_of("qwen3_5", head=False)
+    it = load_quietly(stage_spec)
+    it.head.module.norm.weight = it.head.module.norm.weight * float("nan")
+    served = engine_of(it, stage_spec, clock=lambda: 0.0)
+    answers = asked(with_costs(served, block_drafter=FLAT), 2)
+    assert {each.ids for each in answers} == {alone("native_mtp", "qwen3_5", 0).ids}
+    assert "the logits of the block drafter were not finite" in answers[1].stats.drafting_reason
+    assert answers[1].stats.spec_decode_rounds == 0

@@ -182,7 +182,8 @@ def test_rejected_rows_may_be_seen_where_rows_depend_on_those_after_them() -> No
 def test_each_drafter_that_may_draft_is_examined(tmp_path: Path) -> None:
     target = make_checkpoint(tmp_path / "t", "qwen3_5", dtype="float32", vocab=4096)
     drafter = make_drafter(tmp_path / "d", drafter_config(4096))
-    fields = {"drafter": "a/d", "drafter_path": str(drafter), "drafter_bytes": 1 << 20}
+    fields: dict[str, Any] = {"drafter": "a/d", "drafter_path": str(drafter)}
+    fields["drafter_bytes"] = 1 << 20
     both = load_quietly(spec(target, 0, 4, num_layers=4, native_mtp=True, **fields))
     subject = subject_of(both, mx.float32, 8, 2)
     found = findings(checked(subject, "", verify.Effort(1, 6, 4, 40)))
