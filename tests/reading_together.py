@@ -17,6 +17,7 @@ from exo_node.shard.checkpoint.prefix_files import PrefixReceiver
 from exo_node.shard.engine.answers.events import AnswerEnd, Delta
 from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.layer_engine import LayerEngine
+from exo_node.shard.engine.prefixes.encoding import DeviceBytes
 from exo_node.shard.engine.reading.layer_rows import LayerForm, Wanted
 from exo_node.shard.engine.reading.link import LayerRange, ReadOutcome, ReadTrip
 from exo_node.shard.engine.request import Parameters, Request
@@ -110,7 +111,8 @@ class LocalReaders:
         assembler = Assembler(limits)
         for frame in cut(block, limits.placement, limits.stage, limits.dtype, limits.hidden_size):
             if (whole := assembler.add(pb.Frame.FromString(frame.SerializeToString()))) is not None:
-                request.read.add(whole, request.prompt, request.ends)
+                (hidden,) = DeviceBytes.of([whole.data])
+                request.read.add(whole, hidden, request.prompt, request.ends)
 
     def step(self) -> bool:
         """Steps each reader once, and takes what it returned."""

@@ -19,7 +19,7 @@ from ..checkpoint.files import Buffer
 from ..checkpoint.prefix_files import PrefixReceiver, ReceivedPrefix
 from ..engine.compute import ComputeThread
 from ..engine.layer_engine import ReadsLayers
-from ..engine.prefixes.encoding import CONTENT_FAULTS
+from ..engine.prefixes.encoding import CONTENT_FAULTS, DeviceBytes
 from ..engine.reading.layer_rows import Wanted
 from ..engine.reading.views import VIEW_FAULTS
 from ..engine.request import Request
@@ -185,7 +185,9 @@ class _Reading:
                 raise InvalidFrame("the forward is of another request", param="request")
             if (block := assembler.add(frame)) is not None:
                 _ = await self._ahead.acquire()
-                await self._on_compute(partial(read.add, block, request.prompt, request.ends))
+                (hidden,) = await asyncio.to_thread(DeviceBytes.of, [block.data])
+                add = partial(read.add, block, hidden, request.prompt, request.ends)
+                await self._on_compute(add)
 
     async def _prefix(self, requests: AsyncIterator[pb.ReadRequest]) -> ReceivedPrefix:
         begin, wanted = self._begin, Wanted(0, self._begin.rows, True, 0)

@@ -10,8 +10,9 @@ from ....placement.errors import InvalidFrame
 from ....proto import peer_pb2 as pb
 from ...checkpoint.files import Buffer
 from ...checkpoint.prefix_files import ReceivedPrefix
-from ...model.tensors import from_bytes
+from ...model.tensors import DTYPES
 from ...pipeline.frames import HiddenBlock
+from ..prefixes.encoding import DeviceBytes
 from ..states.state import State
 from .layer_rows import LayerForm, LayerParts, Wanted, content_of, extended
 from .views import LayerViews, PartReader
@@ -39,7 +40,7 @@ class LayerRead(PartReader):
         self._form: LayerForm = views.form(begin.first_layer, begin.end_layer)
         self._returns_hidden = begin.hidden
         self._deliver = deliver
-        self._blocks = deque[HiddenBlock]()
+        self._blocks = deque[tuple[HiddenBlock, DeviceBytes]]()
         self.state = State(self._part.make_caches())
         if prefix is not None:
             self._restore(prefix, begin.rows)
@@ -49,12 +50,18 @@ class LayerRead(PartReader):
         """Whether the rows of its next forward are still to come."""
         return not self._blocks
 
-    def add(self, block: HiddenBlock, prompt: Sequence[int], ends: Sequence[int]) -> None:
+    def add(
+        self,
+        block: HiddenBlock,
+        hidden: DeviceBytes,
+        prompt: Sequence[int],
+        ends: Sequence[int],
+    ) -> None:
         """Takes the rows of its next forward. Raises InvalidFrame for others.
 
-        `ends`: the row after each forward over `prompt`.
+        `hidden`: the block's data. `ends`: the row after each forward over `prompt`.
         """
-        ahead = sum(each.rows for each in self._blocks)
+        ahead = sum(each.rows for each, _ in self._blocks)
         begin, end = self.state.rows + ahead, block.members[0].position + block.rows
         if block.members[0].position != begin or end not in ends or block.is_round:
             raise InvalidFrame(
@@ -64,21 +71,21 @@ class LayerRead(PartReader):
             )
         if list(block.tokens) != list(prompt[begin:end]):
             raise InvalidFrame("the ids of a forward are not the prompt's", param="hidden.tokens")
-        self._blocks.append(block)
+        self._blocks.append((block, hidden))
 
     def entering(self) -> mx.array:
-        block, positions = self._blocks[0], self.rope_positions
+        (block, hidden), positions = self._blocks[0], self.rope_positions
         if block.places:
             positions.at(mx.array(block.places, dtype=mx.int32).reshape(3, -1))
         else:
             positions.set_deltas([block.members[0].delta])
         positions.join(block.tokens)
         shape = (1, block.rows, self._views.hidden_size)
-        return from_bytes(block.data, self._views.dtype, shape)
+        return hidden.array.view(DTYPES[self._views.dtype]).reshape(shape)
 
     def commit(self, output: ForwardOutput) -> None:
         """Delivers what a computed forward added."""
-        block = self._blocks.popleft()
+        block, _ = self._blocks.popleft()
         begin = self.state.rows
         self.state.rows = end = begin + block.rows
         wanted = wanted_of(block, hidden=self._returns_hidden)

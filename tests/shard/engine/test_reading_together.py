@@ -44,6 +44,7 @@ from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.layer_engine import LayerEngine
 from exo_node.shard.engine.options import EngineOptions
 from exo_node.shard.engine.prefill_forward import PrefillForward
+from exo_node.shard.engine.prefixes.encoding import DeviceBytes
 from exo_node.shard.engine.prompt_readings import PromptReadings
 from exo_node.shard.engine.reading.link import LayerRange
 from exo_node.shard.engine.reading.shared_reading import AHEAD, SharedReading
@@ -51,6 +52,7 @@ from exo_node.shard.engine.reading.views import LayerViews
 from exo_node.shard.engine.request import Parameters
 from exo_node.shard.model.stage_limits import StageLimits
 from exo_node.shard.model.stage_model import StageModel
+from exo_node.shard.model.tensors import to_bytes
 
 PROMPT = [*turn(300, 1), *words(CHUNK * 4 + 7, 2)]
 UPPER = (LayerRange(2, 4),)
@@ -388,6 +390,15 @@ def _with_nan(data: bytes) -> bytes:
     return _altered(data, lambda d: d["tensors"][name].__setitem__(2, own))
 
 
+def test_each_tensor_for_the_device_begins_where_kernels_can_load_it() -> None:
+    contents = [b"abc", b"", b"12345678" * 5, b"x"]
+    several = DeviceBytes.of(contents)
+    assert [bytes(each) for each in several] == contents
+    assert [len(each) for each in several] == [3, 0, 40, 1]
+    assert [to_bytes(each.array) for each in several] == contents
+    assert [each._begin % 16 for each in several] == [0] * 4
+
+
 def test_a_cancelled_answer_frees_its_readers() -> None:
     reader = hybrid_engine()
     readers = hybrid_readers(engine=reader)
@@ -409,7 +420,7 @@ def test_rows_that_are_not_the_next_ones_are_refused() -> None:
     (reader,) = readers._readers
     assert reader.request is not None and reader.request.read is not None
     read, ends = reader.request.read, reader.request.ends
-    block = read._blocks[0]
+    block, hidden = read._blocks[0]
     (member,) = block.members
     for wrong in (
         replace(block, members=(member._replace(position=member.position + 1),)),
@@ -417,11 +428,11 @@ def test_rows_that_are_not_the_next_ones_are_refused() -> None:
         block,  # once more
     ):
         with pytest.raises(InvalidFrame, match="no forward after"):
-            read.add(wrong, PROMPT, ends)
+            read.add(wrong, hidden, PROMPT, ends)
     read._blocks.clear()
     other = replace(block, tokens=(block.tokens[0] + 1, *block.tokens[1:]))
     with pytest.raises(InvalidFrame, match="not the prompt's"):
-        read.add(other, PROMPT, ends)
+        read.add(other, hidden, PROMPT, ends)
     drive.close()
 
 
