@@ -18,7 +18,8 @@ from .machine.setting_values import LONGEST
 from .placements.loaded_placement import LoadedPlacement
 from .placements.placements import Placements
 from .placements.planner_view import NodeFactsSource
-from .store.library import FileFacts, KnownModel, ModelLibrary
+from .store.file_facts import FileFacts
+from .store.library import KnownModel, ModelLibrary
 from .store.listing import entry, facts, parameters, partial_entry, recommended
 
 _FITS_KEPT: Final = 512

@@ -3,6 +3,7 @@
 block_drafters.py: block drafters, found and fitted to models
 copy_folder.py: what a peer offers, and the folder of its copy
 fetching.py: gets a model from this disk, from peers or from the hub
+file_facts.py: facts of a model's files beside its card, read again once one has changed
 gguf_places.py: GGUF files on this disk, Ollama's and LM Studio's too, to be imported
 head_source.py: where an MTP head is taken from
 hub_cache.py: the Hugging Face cache: its snapshots, and their removal

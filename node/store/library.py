@@ -1,11 +1,10 @@
 """The models on this node's disk by id: shipped, in `--models-dir`, in the Hugging Face cache."""
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Final, Generic, TypeVar, get_args
+from typing import Any, Final, get_args
 
 from ...placement.card import Capability, ModelCard
 from ...placement.drafting import HeadState
@@ -25,18 +24,16 @@ from ...placement.library import (
     packaged_cards,
     read_card_file,
 )
-from ...shard.checkpoint.chat_format import capabilities
 from ...shard.checkpoint.checkpoint import Checkpoint, is_weight_file, read_checkpoint, read_config
 from ...shard.checkpoint.drafters import DrafterUnusable, is_drafter
 from ...shard.checkpoint.embedders import embedder_facts
-from ...shard.checkpoint.generation_config import read_generation_config
 from ...shard.checkpoint.head_tensors import HeadFound, find_head
 from ...shard.checkpoint.model_classes import mapped_bytes
-from ...shard.checkpoint.vision import may_read_images
 from .block_drafters import BlockDrafters
+from .file_facts import FileFacts, FolderCache, read_file_facts
 from .gguf_places import by_name, by_path, in_model_folders
 from .hub_cache import HubCache, is_own, offline_by
-from .model_folder import CONFIG, Place, Stamp, bytes_in, stamp
+from .model_folder import CONFIG, Place, bytes_in, stamp
 from .places import Removal, all_places, find_removal, in_folders
 from .user_cards import UserCards
 
@@ -54,8 +51,6 @@ _HEADS: Final[Mapping[str, Mapping[str, object]]] = {
 }
 """Fields by the layout of the head, where they are not those of DEFAULT_HEAD."""
 
-Facts = TypeVar("Facts")
-
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
@@ -63,35 +58,6 @@ class KnownModel:
 
     card: ModelCard
     folder: Path | None
-
-
-@dataclass(frozen=True, slots=True)
-class FileFacts:
-    """Facts of a model's files that lists show beside its card.
-
-    `digest`: 32 hex digits over the files' names and sizes; "" of a model that is not here.
-    `sampling`: of generation_config.json. `notes`: what of optional files is not used, and why.
-    """
-
-    capabilities: tuple[Capability, ...] = ()
-    digest: str = ""
-    sampling: Mapping[str, float] = field(default_factory=dict[str, float])
-    notes: tuple[str, ...] = ()
-
-
-class _FolderCache(Generic[Facts]):
-    """Facts read from a folder, read again once a file of it has changed."""
-
-    def __init__(self, read: Callable[[Path, Stamp], Facts]) -> None:
-        self._read = read
-        self._facts: dict[Path, tuple[Stamp, Facts]] = {}
-
-    def get(self, folder: Path) -> Facts:
-        current = stamp(folder)
-        cached = self._facts.get(folder)
-        if cached is None or cached[0] != current:
-            cached = self._facts[folder] = (current, self._read(folder, current))
-        return cached[1]
 
 
 class ModelLibrary:
@@ -105,9 +71,9 @@ class ModelLibrary:
         self._user = UserCards(cards)
         self._roots = tuple(folders)
         self._shipped_cards = packaged_cards()
-        self._checkpoints = _FolderCache(lambda folder, _: read_checkpoint(folder))
+        self._checkpoints = FolderCache(lambda folder, _: read_checkpoint(folder))
         self.drafters = BlockDrafters(self._roots, self.checkpoint)
-        self._files = _FolderCache(_read_file_facts)
+        self._files = FolderCache(read_file_facts)
         self._opened: dict[Place, tuple[object, KnownModel | ExoNodeError]] = {}
         self.broken: Mapping[ModelId, ExoNodeError] = {}
         """The models that the last scan could not use, and why."""
@@ -397,17 +363,6 @@ class ModelLibrary:
             f"are{get}",
             param="model",
         )
-
-
-def _read_file_facts(folder: Path, files: Stamp) -> FileFacts:
-    listing = "\n".join(f"{name}\t{size}" for name, size, _ in files)
-    notes: list[str] = []
-    abilities = capabilities(folder, notes)
-    if may_read_images(folder):
-        abilities += ("vision",)
-    published = read_generation_config(folder)
-    digest = hashlib.sha256(listing.encode()).hexdigest()[:32]
-    return FileFacts(abilities, digest, published.sampling, (*published.notes, *notes))
 
 
 def _incomplete(place: Place) -> InvalidCheckpoint:

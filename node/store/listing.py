@@ -22,7 +22,8 @@ from ...shard.checkpoint.checkpoint import read_checkpoint
 from ...shard.checkpoint.head_tensors import HeadFound, find_head
 from ...shard.checkpoint.model_classes import has_class, lacking
 from ...shard.checkpoint.vision import ADD_ENCODERS, has_extra
-from .library import FileFacts, KnownModel, ModelLibrary
+from .file_facts import FileFacts
+from .library import KnownModel, ModelLibrary
 
 
 def check(folder: Path, model_id: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from exo_node.node.store.library import FileFacts
+from exo_node.node.store.file_facts import FileFacts
 from exo_node.node.store.listing import facts, recommended
 from exo_node.placement.fitting import Fit
 from exo_node.placement.library import packaged_cards
