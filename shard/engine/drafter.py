@@ -71,15 +71,14 @@ class DraftModel(NamedTuple):
     ) -> "dict[DrafterKind, DraftModel]":
         """The drafters of which one drafts at a time, over the same rows; the named one first."""
         if isinstance(head, DraftPair):
-            logits, pair = draft_logits(head.family, head.head, vocabulary), head
-
-            def head_logits(output: mx.array) -> mx.array:
-                return logits(pair.of_head(output))
-
+            pair, own = head, cls.of(head.family, head.head, vocabulary)
             shared: dict[str, Any] = {"head": pair.read, "make_cache": pair.make_cache}
-            drafter = cls.of(None, pair.drafter)._replace(block=pair.block, **shared)
-            own = cls(embed=pair.drafter.embed, logits=head_logits, **shared)
-            return {"block_drafter": drafter, "native_mtp": own}
+            return {
+                "block_drafter": cls.of(None, pair.drafter)._replace(block=pair.block, **shared),
+                "native_mtp": own._replace(
+                    logits=lambda output: own.logits(pair.of_head(output)), **shared
+                ),
+            }
         if isinstance(head, BlockDrafter):
             return {"block_drafter": cls.of(None, head)}
         if head is None or family is None:
