@@ -86,6 +86,12 @@ def _qwen(config: Facts, tower: Facts) -> Vision | None:
     return Vision("qwen", tower, cast(int, placeholder), merge, tuple(section), count)
 
 
+def _flash_next(config: Facts, tower: Facts) -> Vision | None:
+    """Qwen3.8-Flash-Next, whose streams take no features after layers."""
+    vision = _qwen(config, tower)
+    return None if vision is None or vision.deep else vision
+
+
 def _gemma(config: Facts, tower: Facts) -> Vision | None:
     names = ("image_token_index", "boi_token_index", "eoi_token_index")
     ids = [config.get(name, config.get(name.replace("index", "id"))) for name in names]
@@ -120,7 +126,7 @@ _FAMILIES: Final[Mapping[str, Callable[[Facts, Facts], Vision | None]]] = {
     "qwen3_5_moe": _qwen,
     "qwen3_vl": _qwen,
     "qwen3_vl_moe": _qwen,
-    "qwen4_exp": _qwen,
+    "qwen4_exp": _flash_next,
     "gemma3": _gemma,
     "mistral3": _mistral,
 }

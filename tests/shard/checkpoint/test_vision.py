@@ -33,5 +33,10 @@ def test_others_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for changed in ({"vision_config": None}, {"model_type": "gemma3n"}):
         _ = (tmp_path / "config.json").write_text(json.dumps(config | changed))
         assert not may_read_images(tmp_path)
+    flash = config | {"model_type": "qwen4_exp"}
+    for deep in ([], [1]):
+        flash["vision_config"] = config["vision_config"] | {"deepstack_visual_indexes": deep}
+        _ = (tmp_path / "config.json").write_text(json.dumps(flash))
+        assert may_read_images(tmp_path) == (not deep)
     _ = (tmp_path / "config.json").write_text("{")
     assert not may_read_images(tmp_path)
