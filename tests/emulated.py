@@ -83,7 +83,7 @@ def emulated(folder: Path) -> Callable[..., Any]:
                 built(text),
                 Path(tempfile.mkdtemp(prefix=name, dir=folder)),
                 dict(zip(input_names, inputs, strict=True)),
-                [str(n) for n in (*blocks, threadgroup[0], *sizes)],
+                [str(n) for n in (*blocks, threadgroup[0], shared_memory, *sizes)],
                 list(zip(output_names, output_shapes, output_dtypes, strict=True)),
             )
 
@@ -114,7 +114,7 @@ def _program(
         for n, t in ins
     ]
     makes = [
-        f"std::vector<{t}> {n}(atoi(arguments[{5 + i}]));"
+        f"std::vector<{t}> {n}(atoi(arguments[{6 + i}]));"
         f"memset((void*){n}.data(), 0xff, {n}.size() * sizeof({t}));"
         for i, (n, t) in enumerate(outs)
     ]
@@ -126,8 +126,8 @@ def _program(
         "int main(int, char** arguments) {",
         *reads,
         *makes,
-        "launch({atoi(arguments[1]), atoi(arguments[2]), atoi(arguments[3])}, atoi(arguments[4]),"
-        f" [&] {{ kernel_text({', '.join(arguments)}); }});",
+        "launch({atoi(arguments[1]), atoi(arguments[2]), atoi(arguments[3])}, atoi(arguments[4]), "
+        f"atoi(arguments[5]), [&] {{ kernel_text({', '.join(arguments)}); }});",
         *writes,
         "}",
     ]

@@ -97,9 +97,10 @@ class Storage:
 
     def shared_bytes(self, cut: "Cut", matrices: int) -> int:
         """Bytes of a block's shared memory: the ring of each warp, later the sums of all."""
-        chunks = 2 if self.bits == 4 and self.group > 32 else 1  # of 16 bytes of x, a lane a unit
-        row = (160 if chunks == 2 else 144) + 4 * max(2, self.step // self.group)
-        x_row = 2 * self.step + (16 if chunks == 2 else 64)
+        small_units = self.bits == 8 or self.group == 32  # of 32 k: see `Walk`
+        pitch = 144 if self.bits == 4 and small_units else 160
+        row = pitch + 4 * max(2, self.step // self.group)
+        x_row = 2 * self.step + (64 if small_units else 16)
         tall = 16 * cut.wide * matrices
         ring = cut.warps * _STAGES * (tall * row + cut.ring_rows * x_row)
         return max(ring, cut.warps * cut.tiles * 8 * tall * 4)

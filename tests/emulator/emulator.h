@@ -162,7 +162,7 @@ inline void enter() {
   _longjmp(home_place, 1);
 }
 
-inline void launch(Dim3 grid, int count, std::function<void()> kernel) {
+inline void launch(Dim3 grid, int count, size_t shared, std::function<void()> kernel) {
   threads = count;
   gridDim = grid;
   body = kernel;
@@ -190,6 +190,8 @@ inline void launch(Dim3 grid, int count, std::function<void()> kernel) {
               left += !ended[now];
             }
         }
+        for (size_t i = shared; i < shared + 32 * 1024 && i < sizeof dynamic_shared; ++i)
+          if (dynamic_shared[i] != 0xff) { puts("written beyond the shared memory"); exit(4); }
       }
 }
 
