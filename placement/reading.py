@@ -27,7 +27,7 @@ STATE_NUMBERS: Final = 320
 307 (48 layers, 75 MB)."""
 FILE_BYTES_S: Final = 500e6
 """Bytes a second of what a reader sends that are packed, checked and unpacked beside the layers,
-however fast the link is. A MB takes 1.7 ms of a processor on either side, in several threads."""
+however fast the link is. A MB takes 2 ms of a processor on either side, in several threads."""
 ANY_KIND: Final = "any-"
 MOST_READERS: Final = 4
 MIN_FORWARDS: Final = 3

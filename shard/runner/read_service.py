@@ -36,7 +36,7 @@ ADMITTED_S: Final = 2.0
 """Seconds after which a prompt is refused that finds no room beside those in progress here."""
 MOST_READS: Final = 4
 """Prompts that are read for others at the same time."""
-BLOCKS_AHEAD: Final = 4
+BLOCKS_AHEAD: Final = 5
 """Forwards of one prompt whose rows wait here; gRPC's flow control holds back the rest."""
 
 

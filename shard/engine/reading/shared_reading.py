@@ -31,9 +31,9 @@ from .layer_rows import CacheMark, LayerParts, Wanted, as_marked, content_of, ex
 from .link import Readers, ReadTrip
 from .views import LayerViews, PartReader
 
-AHEAD: Final = 2
-"""Forwards that may be under way beside one for each reader: so all have work, and few hidden
-states wait."""
+AHEAD: Final = 4
+"""Forwards that may be under way beside one for each reader: so all have work, even while one with
+recurrent states comes back from a GPU, for as long as three forwards take, and few wait."""
 
 
 @dataclass(slots=True, eq=False)

@@ -264,7 +264,10 @@ def test_a_reader_that_stops_in_the_middle(runners: list[Runner]) -> None:
     async def story(target: Runner, sources: Any, _: Any) -> None:
         for k in (0, 2):
             stats = await target.ask([reader(sources[0])], k)
-            assert "rows alone" in stats.read_reason and "its stream ended" in stats.read_reason
+            assert "rows alone" in stats.read_reason
+            # gRPC's word for it, where a forward is written to a stream that has ended.
+            ends = ("its stream ended", "Internal error from Core")
+            assert any(each in stats.read_reason for each in ends)
             await until_free(runners[0])
 
     play(story, Dying())
