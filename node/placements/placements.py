@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ...placement.errors import ExoNodeError, PlacementNotFound
+from ...placement.errors import ExoNodeError, PlacementNotFound, PlacementSuperseded
 from ...placement.ids import ModelId, NodeId, PlacementId
 from ...placement.options import PlanOptions
 from ...proto import peer_pb2 as pb
@@ -186,6 +186,8 @@ class Placements:
         self.desired.note(desired)
         try:
             assignment = await self._wait(waiter)
+        except PlacementSuperseded:  # perhaps by a request after which another asks for the same
+            raise
         except ExoNodeError:
             if waiter.asks_for(self.desired.get(model)):
                 self._revert(model, waiter.previous)

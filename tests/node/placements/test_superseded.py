@@ -56,6 +56,14 @@ async def test_the_last_of_several_requests_at_once_is_placed_and_all_others_lea
     assert isinstance(last, LoadedPlacement) and last.options.context == 64
 
 
+async def test_a_request_like_one_that_was_superseded_is_placed(world: World) -> None:
+    requests = [place(world, replace(ALONE, context=context)) for context in (512, 256, 512)]
+    first, second, last = await asyncio.gather(*requests, return_exceptions=True)
+    assert isinstance(second, PlacementSuperseded)
+    assert isinstance(last, LoadedPlacement) and last.options.context == 512
+    assert isinstance(first, PlacementSuperseded)
+
+
 async def test_requests_for_the_same_placement_share_it(world: World) -> None:
     records = await asyncio.gather(*(place(world, PAIR, auto_replicas=True) for _ in range(3)))
     assert len({record.id for record in records}) == 1 and loads(world) == 2
