@@ -8,11 +8,12 @@ from mlx import nn
 
 from ...mtp.caches.window import MAX_ROLLBACK_ROWS
 from .chunked_delta import use_chunks
-from .cpu_products import choose_products
+from .cpu_products import OWN, choose_products
 from .kernel_choice import Mode, choose_kernels
 from .own_keys import group_keys
 from .row_groups import MeasuredRows, group_rows
 from .trial import KernelChoice
+from .unpacked import unpack_prompts
 
 
 def install(
@@ -46,9 +47,13 @@ def install(
         )
     if mode == "auto" and two_rows is not None:
         choices += group_keys(products, two_rows)
-    return choices + (
-        group_rows(products, dtype, time.perf_counter, agreeing) if mode == "auto" else ()
-    )
+    if mode == "auto":
+        choices += group_rows(products, dtype, time.perf_counter, agreeing)
+    # At last: what groups rows goes by the classes of layers.
+    if OWN in used(choices) and (layers := unpack_prompts([model, *parts])):
+        rows, why = f"product of more than {MAX_ROLLBACK_ROWS} rows", "MLX loops over the rows"
+        choices += (KernelChoice("unpacked_product", rows, layers, True, why),)
+    return choices
 
 
 def used(choices: Iterable[KernelChoice]) -> tuple[str, ...]:

@@ -55,3 +55,29 @@ def test_what_is_large_unpacked_stays_packed(monkeypatch: pytest.MonkeyPatch) ->
     [chosen] = choose([small, large])
     assert (small.unpacking is None, large.unpacking is None, chosen.layers) == (False, True, 1)
     assert choose([large]) == []
+
+
+@pytest.mark.skipif(mx.default_device() != mx.cpu, reason="of a CPU")
+@pytest.mark.parametrize("bias", [False, True])
+def test_on_a_cpu_prompts_are_unpacked_and_fewer_rows_are_those_of_single_ones(
+    *, bias: bool
+) -> None:
+    model: Any = nn.Sequential(nn.Linear(128, 32, bias=bias))
+    nn.quantize(model, 64, 4)
+    layer, x = model.layers[0], mx.random.normal((2, MANY, 128), key=mx.random.key(1))
+    mlxs = layer(x)
+    assert unpacked.unpack_prompts([model, model]) == 1
+    few = layer(x[:, : MANY - 1])  # more than MANY of both sequences together
+    assert mx.array_equal(few, mlxs[:, : MANY - 1]).item()
+    many = layer(x)
+    weight = mx.dequantize(layer.weight, layer.scales, layer.biases, 64, 4)
+    assert mx.array_equal(many, x @ weight.T + (layer.bias if bias else 0)).item()
+    assert mx.array_equal(many[1:], layer(x[1:])).item()
+    assert 0 < trial.relative_error(mlxs, many) < 1e-5
+
+
+def test_on_a_cpu_16_bits_stay_packed() -> None:
+    model: Any = nn.Sequential(nn.Linear(128, 32, bias=False))
+    model.set_dtype(mx.bfloat16)
+    nn.quantize(model, 64, 4)
+    assert unpacked.unpack_prompts([model, model]) == 0
