@@ -279,8 +279,9 @@ def _rows_in_turn(
     if (heads := v.shape[2] // k.shape[2]) > 1:
         q, k = mx.repeat(q, heads, axis=2), mx.repeat(k, heads, axis=2)
     state, outputs = state[:, None], list[mx.array]()
-    for row in zip(*(mx.split(x, q.shape[1], axis=1) for x in (q, k, v, decay, beta)), strict=True):
-        output, state = _delta_step(*row, state)
+    pieces = (mx.split(x, q.shape[1], axis=1) for x in (q, k, v, decay, beta))
+    for q_row, k_row, v_row, decay_row, beta_row in zip(*pieces, strict=True):
+        output, state = _delta_step(q_row, k_row, v_row, decay_row, beta_row, state)
         outputs.append(output)
     return mx.concatenate(outputs, axis=1), state[:, 0]
 

@@ -73,11 +73,13 @@ class DraftModel(NamedTuple):
         if isinstance(head, DraftPair):
             pair, own = head, cls.of(head.family, head.head, vocabulary)
             shared: dict[str, Any] = {"head": pair.read, "make_cache": pair.make_cache}
+
+            def head_logits(output: mx.array) -> mx.array:
+                return own.logits(pair.of_head(output))
+
             return {
                 "block_drafter": cls.of(None, pair.drafter)._replace(block=pair.block, **shared),
-                "native_mtp": own._replace(
-                    logits=lambda output: own.logits(pair.of_head(output)), **shared
-                ),
+                "native_mtp": own._replace(logits=head_logits, **shared),
             }
         if isinstance(head, BlockDrafter):
             return {"block_drafter": cls.of(None, head)}
