@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
 from mlx import nn
@@ -85,18 +85,24 @@ class Loaded:
     """The kernels of the layers and the reasons for them, on CUDA and CPUs; else empty."""
 
 
+LEAST_KEPT: Final = 1 << 28
+"""Bytes of freed memory that MLX may keep on Metal however small a plan is."""
+
+
 def load(spec: pb.StageSpec, report: Report, *, fuses: bool = True) -> Loaded:
     """Checks the checkpoint, then reads this stage's tensors and, if asked, the draft head's.
 
     `fuses`: whether operations are fused from now on, or by `LaterFusing`. Raises
     InvalidCheckpoint, LoadFailed, and InvalidCard if the model's hidden size is unknown.
     """
-    _limit_memory(spec.memory_limit_bytes)
+    limit_memory(spec.memory_limit_bytes)
     if fuses:
         prepare_fusing()
     else:
         mx.disable_compile()
-    return _load(spec, report)
+    loaded = _load(spec, report)
+    limit_cache(spec.memory_limit_bytes)
+    return loaded
 
 
 def _load(spec: pb.StageSpec, report: Report) -> Loaded:
@@ -293,14 +299,24 @@ def _limits(spec: pb.StageSpec, config: Mapping[str, Any], vision: Vision | None
     )
 
 
-def _limit_memory(limit_bytes: int) -> None:
-    """Limits what MLX keeps and builds ahead on a GPU. A CPU's allocator keeps little, and beyond
-    the limit each operation would wait for the one before, at a fifth of the speed."""
-    if limit_bytes and mx.default_device() == mx.gpu:
+def limit_memory(limit_bytes: int) -> None:
+    """Limits what MLX keeps and builds ahead on CUDA; 0: no limit.
+
+    Beyond the limit operations wait for each other. A CPU ran at a fifth of its speed so; nobody
+    has measured a Mac, which `limit_cache` serves.
+    """
+    if limit_bytes and mx.cuda.is_available():
         mx.set_memory_limit(limit_bytes)
     if mx.metal.is_available():
         # mlx-lm does the same: weights that macOS may page out make every token wait for the disk.
         mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
+
+
+def limit_cache(limit_bytes: int) -> None:
+    """Limits the freed memory that MLX keeps on Metal to what the limit leaves beside weights that
+    are loaded; 0: no limit."""
+    if limit_bytes and mx.metal.is_available():
+        mx.set_cache_limit(max(limit_bytes - mx.get_active_memory(), LEAST_KEPT))
 
 
 def bytes_read() -> int:
