@@ -249,7 +249,8 @@ def _quantized(storage: Storage, call: str, cut: Cut, outputs: int) -> CudaKerne
     experts, matrices = call.startswith("experts"), 1 + ("gated" in call)
     weight = "gw" if matrices == 2 else "w"
     rows = f"chosen_shape[0] / ({_ROWS})" if experts else _ROWS
-    numbers = [storage.bits, storage.group, cut.tiles, cut.wide, cut.warps, int(cut.ring_rows > 0)]
+    sizes = [cut.tiles, cut.wide, cut.warps, _STAGES, int(cut.ring_rows > 0)]
+    numbers = [storage.bits, storage.group, *sizes]
     text = _CALLS[call].format(
         cut=f"exo::Cut<{', '.join(map(str, numbers))}>",
         sizes=f"shared, {rows}, {weight}_shape[{int(experts)}], x_shape[2]",

@@ -46,12 +46,13 @@ template <int BITS, int GROUP> struct Walk {
 template <int N, class T> struct alignas(2 * N) Pack { T of[N]; };
 
 // How a product is cut: a block computes 16 WIDE features of each matrix for 8 TILES rows of x. WARPS
-// warps share k; each streams its part of the weights through a ring in shared memory. With RING its
-// part of x comes with them: a load by itself would wait behind all weights that are under way. Many
-// rows of x make the ring too large.
-template <int BITS_, int GROUP_, int TILES_, int WIDE_, int WARPS_, bool RING_> struct Cut {
+// warps share k; each streams its part of the weights through a ring of STAGES in shared memory. With
+// RING its part of x comes with them: a load by itself would wait behind all weights that are under
+// way. Many rows of x make the ring too large.
+template <int BITS_, int GROUP_, int TILES_, int WIDE_, int WARPS_, int STAGES_, bool RING_>
+struct Cut {
   static constexpr int BITS = BITS_, GROUP = GROUP_, TILES = TILES_, WIDE = WIDE_, WARPS = WARPS_;
-  static constexpr int STAGES = 2;
+  static constexpr int STAGES = STAGES_;
   static constexpr bool RING = RING_;
 };
 
