@@ -211,14 +211,14 @@ class SharedReading:
 
     def _join(self, end: int) -> None:
         """Adds what has landed to the readers' layers' caches, up to row `end`. Raises one of
-        `encoding.CONTENT_FAULTS`."""
-        caches = list(self.state.caches)
+        `encoding.CONTENT_FAULTS`; then some of them may have it, and `alone` returns to the mark.
+        """
+        caches = self.state.caches
         for landed, indices, fresh in zip(self._landed, self._theirs, self._fresh, strict=True):
             grown = extended([caches[index] for index in indices], landed, fresh(), end)
             landed.clear()
             for index, cache in zip(indices, grown, strict=True):
                 caches[index] = cache
-        self.state.caches = caches
 
     def _is_worth(self, rows: int) -> bool:
         form = self._views.form(0, self._views.num_layers)

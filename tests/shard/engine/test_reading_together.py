@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -93,10 +94,11 @@ def test_in_every_kind_of_cache(kind: str) -> None:
     require_as_alone(engines[1], engines[2], readers, asks)
 
 
-def kind_readers(kind: str, reader: TextEngine, **parts: Any) -> LocalReaders:
-    layers = reader.num_layers
+def kind_readers(kind: str, *engines: TextEngine, **parts: Any) -> LocalReaders:
+    shares, layers = len(engines) + 1, engines[0].num_layers
+    borders = [layers * number // shares for number in range(1, shares + 1)]
     limits = StageLimits("p", 1, "float32", hidden_size(tiny_config(kind)), SHORT, 4096, VOCABULARY)
-    return LocalReaders([reader], [LayerRange(layers // 2, layers)], limits, **parts)
+    return LocalReaders(engines, [LayerRange(*pair) for pair in pairwise(borders)], limits, **parts)
 
 
 def kind_request(kind: str) -> Callable[[], Parameters]:
@@ -376,6 +378,29 @@ def test_numbers_that_are_not_finite_cost_the_rows_since_the_last_whole_state(
     alone, mine, readers = hybrid_engine(), hybrid_engine(), hybrid_readers(change=change)
     assert state_behind_prompt(mine, asked(k), readers) == state_behind_prompt(alone, asked(k))
     assert "alone: its numbers are not finite" in readers.outcome.reason and readers.is_closed
+
+
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_one_reader_are_taken_back_where_the_other_ones_cannot_be_used(
+    kind: str, at: int
+) -> None:
+    """The first one's are in its caches when the second one's numbers are found not to be finite.
+
+    With `at` 0 nothing was there before.
+    """
+    count = 0
+
+    def change(reader: int, begin: int, data: bytes) -> bytes:
+        nonlocal count
+        del begin
+        count += reader
+        return _with_nan(data) if reader and count == at + 1 else data
+
+    alone, mine, *others = (of_class(kind, ROOM) for _ in range(4))
+    readers, asks = kind_readers(kind, *others, change=change), kind_request(kind)
+    assert state_behind_prompt(mine, asks(), readers) == state_behind_prompt(alone, asks())
+    assert "alone: its numbers are not finite" in readers.outcome.reason
 
 
 def _with_nan(data: bytes) -> bytes:
