@@ -139,7 +139,7 @@ async def _is_ready(channel: grpc.aio.Channel) -> bool:
     return True
 
 
-def reason_of(fault: Exception) -> str:
+def reason_of(fault: BaseException) -> str:
     """Why another runner did not do what it was asked, for a person."""
     if isinstance(fault, grpc.aio.AioRpcError):
         return f"{fault.code().name.lower()}: {fault.details()}"

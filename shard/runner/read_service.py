@@ -1,10 +1,9 @@
 """The gRPC service that computes layers of prompts that other runners answer."""
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -27,8 +26,6 @@ from ..model.stage_limits import StageLimits
 from ..pipeline.frames import REQUEST_NAME, Assembler
 from .prefix_exchange import cut
 from .refusal import Context, refuse
-
-log = logging.getLogger(__name__)
 
 PULSE_S: Final = 1.0
 """Seconds after which a reader says that it lives, if it has nothing to return."""
@@ -166,9 +163,11 @@ class _Reading:
         if request is not None and request.phase == "waiting" and waited_s > ADMITTED_S:
             raise PeerLost("its runner has no room for the prompt beside those in progress")
 
-    def _note_end(self, taking: "asyncio.Task[None]") -> None:
-        if not taking.cancelled() and (fault := taking.exception()) is not None:
-            self._replies.put_nowait(fault)
+    def _note_end(self, work: "asyncio.Task[None] | Future[None]") -> None:
+        """Any thread: returns the fault that ended a task or a thread's work, whatever it is, to
+        the caller, which would wait for replies otherwise."""
+        if not work.cancelled() and (fault := work.exception()) is not None:
+            self._put(fault)
 
     async def _take(self, requests: AsyncIterator[pb.ReadRequest]) -> None:
         """Takes the state and the forwards that the caller sends."""
@@ -211,16 +210,13 @@ class _Reading:
         return self._request
 
     def _deliver(self, pieces: Iterator[Buffer]) -> None:
-        _ = self._files.submit(self._send, pieces)
+        self._files.submit(self._send, pieces).add_done_callback(self._note_end)
 
     def _send(self, pieces: Iterator[Buffer]) -> None:
         """Makes the replies of a forward, on a thread of its own."""
-        try:
-            for data in cut(pieces):
-                self._put(pb.ReadReply(data=data))
-            self._put(pb.ReadReply(ends=True, other_kind=self._other_kind))
-        except Exception as fault:  # of the device, or a library: the caller reads alone
-            self._put(fault)
+        for data in cut(pieces):
+            self._put(pb.ReadReply(data=data))
+        self._put(pb.ReadReply(ends=True, other_kind=self._other_kind))
 
     def _put(self, reply: pb.ReadReply | BaseException) -> None:
         _ = self._loop.call_soon_threadsafe(self._replies.put_nowait, reply)

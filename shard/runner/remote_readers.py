@@ -1,11 +1,9 @@
 """The calls to the readers of one prompt that this runner answers."""
 
 import asyncio
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -27,8 +25,6 @@ from ..engine.request import Parameters
 from ..model.stage_limits import StageLimits
 from ..pipeline.frames import HiddenBlock, cut
 from .prefix_exchange import chunks_of, connected, reason_of
-
-log = logging.getLogger(__name__)
 
 SILENCE_S: Final = 5.0
 """Seconds without a word after which a reader is lost. The first one waits for a small model."""
@@ -122,6 +118,7 @@ class RemoteReaders:
             state = states[number] if states else iter(())
             run = self._run(number, call, own, state)
             call.task = asyncio.create_task(run, name="a reader's call")
+            call.task.add_done_callback(self._note_end)
 
     def _pass_on(self, number: int, forward: _Forward) -> None:
         """Sends the rows of a forward to a reader."""
@@ -136,18 +133,18 @@ class RemoteReaders:
     async def _run(
         self, number: int, call: _Call, begin: pb.ReadBegin, state: Iterator[Buffer]
     ) -> None:
-        """Drives one reader until it is closed. Any error ends all of them."""
+        """Drives one reader until it is closed. A fault of the reader ends all of them."""
         try:
             async with connected(call.source.source, self._credentials) as channel:
                 stream = peer_pb2_grpc.ReadingStub(channel).Read()
                 writing = asyncio.create_task(self._write(stream, call, begin, state))
+                writing.add_done_callback(self._note_end)
                 try:
                     await self._read(number, call, stream)
                 finally:
                     _ = writing.cancel()
                     _ = stream.cancel()
-                    with suppress(asyncio.CancelledError, grpc.RpcError, asyncio.InvalidStateError):
-                        await writing
+                    _ = await asyncio.wait([writing])
         except (ExoNodeError, grpc.RpcError, TimeoutError, ValueError) as fault:
             node = call.source.source.node
             self._fail(PeerLost(f"{node} reads no more: {reason_of(fault)}"))
@@ -164,11 +161,7 @@ class RemoteReaders:
         placement, limits = call.source.source.placement, self._limits
         while True:
             forward = await call.unsent.get()
-            try:
-                data = await asyncio.to_thread(forward.data)
-            except Exception as fault:  # of the device too, which the next forward here shows
-                self._fail(fault if isinstance(fault, ExoNodeError) else PeerLost(str(fault)))
-                return
+            data = await asyncio.to_thread(forward.data)
             self.outcome.bytes += len(data)
             block = replace(forward.block, data=data)
             for frame in cut(block, placement, limits.stage, limits.dtype, limits.hidden_size):
@@ -229,6 +222,14 @@ class RemoteReaders:
             return
         trip.is_back = True
         self._wake()
+
+    def _note_end(self, task: "asyncio.Task[None]") -> None:
+        """Ends all readers with any other fault that ended a task: one of this runner, such as of
+        its device. Otherwise the prompt would wait for forwards that never return."""
+        fault = None if task.cancelled() else task.exception()
+        if fault is None or isinstance(fault, (asyncio.InvalidStateError, grpc.RpcError)):
+            return  # the stream ended while `_write` used it; `_read` gets the reason
+        self._fail(fault if isinstance(fault, ExoNodeError) else PeerLost(reason_of(fault)))
 
     def _fail(self, fault: ExoNodeError) -> None:
         self._fault = self._fault or fault

@@ -25,9 +25,10 @@ from exo_node.proto import peer_pb2 as pb
 from exo_node.proto import peer_pb2_grpc
 from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.compute import ComputeThread
+from exo_node.shard.engine.prefixes.encoding import DeviceBytes
 from exo_node.shard.engine.reading import layer_read, shared_reading
 from exo_node.shard.model.stage_limits import StageLimits
-from exo_node.shard.runner import remote_readers
+from exo_node.shard.runner import read_service, remote_readers
 from exo_node.shard.runner.generator_service import GeneratorService
 from exo_node.shard.runner.prefix_exchange import connected
 from exo_node.shard.runner.read_service import MOST_READS, ReadService
@@ -359,17 +360,56 @@ def test_files_that_cannot_be_made_are_read_alone(
     runners: list[Runner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a reader's device reports an error to the thread that waits for it."""
-
-    def failing(*_: object) -> Iterator[bytes]:
-        yield b"the beginning"
-        raise RuntimeError("of the device")
-
-    monkeypatch.setattr(layer_read, "content_of", failing)
+    monkeypatch.setattr(layer_read, "content_of", _failing_file)
 
     async def story(target: Runner, sources: Any, _: Any) -> None:
         stats = await target.ask([reader(sources[0])], 1)
         assert f"the last {len(PROMPT)} rows alone: " in stats.read_reason
         assert "of the device" in stats.read_reason
+        await until_free(runners[0])
+
+    play(story, runners[0].reading)
+
+
+def _failing_file(*_: object) -> Iterator[bytes]:
+    yield b"the beginning"
+    raise RuntimeError("of the device")
+
+
+def test_a_cached_state_that_cannot_be_sent_is_read_alone(
+    runners: list[Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file is made on another thread, before anything comes back."""
+
+    async def story(target: Runner, sources: Any, _: Any) -> None:
+        _ = await target.ask([], 1)
+        monkeypatch.setattr(shared_reading, "content_of", _failing_file)
+        longer = [*PROMPT, *words(CHUNK * 4, 3)]
+        stats = await target.ask([reader(sources[0])], 1, longer)
+        assert "rows alone: of the device" in stats.read_reason
+        await until_free(runners[0])
+
+    play(story, runners[0].reading)
+
+
+@pytest.mark.parametrize("module", [remote_readers, read_service], ids=["target", "reader"])
+@pytest.mark.parametrize("error", [MemoryError("no memory"), RuntimeError("of the device")])
+def test_tensors_that_cannot_be_taken_are_read_alone(
+    runners: list[Runner], error: Exception, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread copies them for the device."""
+
+    class NoRoom(DeviceBytes):
+        @classmethod
+        def of(cls, tensors: Any) -> Any:
+            raise error
+
+    monkeypatch.setattr(module, "DeviceBytes", NoRoom)
+
+    async def story(target: Runner, sources: Any, _: Any) -> None:
+        stats = await target.ask([reader(sources[0])], 1)
+        assert f"the last {len(PROMPT)} rows alone: " in stats.read_reason
+        assert str(error) in stats.read_reason
         await until_free(runners[0])
 
     play(story, runners[0].reading)
