@@ -5,6 +5,7 @@ draft_profile.py: measured costs, acceptance and identity of a model, which outl
 drafting.py: whether a request drafts, how much, and why not
 embedding_engine.py: embeddings of inputs that are read as prompts
 events.py: one answer between engine and reader: its events, and the reader's handle
+final_stats.py: the last event of an answer, with its statistics
 lookup_control.py: whether a request copies drafts from its own tokens
 model_measurements.py: exactness of drafts and batches, and costs of rounds
 probing.py: each measurement, once for a profile

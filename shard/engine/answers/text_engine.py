@@ -15,7 +15,7 @@ from ....mtp.families.taped_gated_delta import row_state_bytes
 from ....mtp.pieces import Pieces
 from ....mtp.sampler import Sampler
 from ....mtp.schedule import Schedule
-from ....mtp.types import CacheTier, FinishReason, GenerationStats
+from ....mtp.types import CacheTier, FinishReason
 from ....placement.errors import InvalidRequest
 from ....proto import peer_pb2 as pb
 from ...checkpoint.prefix_files import ReceivedPrefix
@@ -38,7 +38,6 @@ from ..prefixes.store import PrefixStore
 from ..prompt_images import PromptImages, read_samples
 from ..reading.layer_read import Deliver as LayerDeliver
 from ..reading.layer_rows import LayerForm
-from ..reading.link import ReadOutcome
 from ..reading.views import LayerViews
 from ..request import DraftProgress, Parameters, ReplayProgress, Request
 from ..round_forms import RoundForms
@@ -47,7 +46,8 @@ from ..stage_copies import StageSubject
 from .answer_reads import AnswerReads
 from .draft_profile import DraftProfile, DraftProfileKey
 from .drafting import DraftControl
-from .events import AnswerEnd, AnswerEvents, AnswerHandle, Deliver, EngineEvent, OnEnd
+from .events import AnswerEvents, AnswerHandle, Deliver, EngineEvent, OnEnd
+from .final_stats import FinalStats
 from .lookup_control import LookupControl
 from .model_measurements import ModelMeasurements
 from .public_faults import public_fault
@@ -130,6 +130,14 @@ class TextEngine:
             self._executor, self._scheduler(), clock, keeps_chunk=options.keeps_chunk
         )
         self.measurements = self._measurements(forms, profile)
+        self._final_stats = FinalStats(
+            self._executor,
+            self.drafting,
+            self.lookup,
+            self.measurements,
+            self._kernels,
+            options.reads_any,
+        )
 
     def _round_forms(self, caches: Sequence[object], runs_ahead: bool | None) -> RoundForms:
         drafts = self._options.async_draft_eval
@@ -229,7 +237,7 @@ class TextEngine:
             try:
                 if isinstance(end, BaseException):
                     raise end
-                deliver(self._answer_end(answer, request, end))
+                deliver(self._final_stats.end_of(answer, request, end))
                 if self._options.prefix_cache_bytes:
                     self._answer_reads.add(parameters, answer.ids)
             except BaseException as fault:  # the answer's reader gets it, SystemExit too
@@ -349,65 +357,6 @@ class TextEngine:
         embed = embedding_of(self._stage.model)
         return PromptImages(request.prompt, request.images, self._tower, embed)
 
-    def _answer_end(self, answer: AnswerEvents, request: Request, why: FinishReason) -> AnswerEnd:
-        parameters, text, measured = answer.request, answer.text, self.measurements
-        self.drafting.park(request.drafts.parked_at)
-        depth_reason = self._note_depth(request) if parameters.k else ""
-        stats = GenerationStats(
-            drafter_kind=self.drafting.kind,
-            num_draft_tokens=parameters.k,
-            drafting_reason=parameters.drafting.drafting_reason or self.drafting.parked_reason,
-            acceptance_rule=parameters.sampling.rule_of(request.most_drafts),
-            prompt_tokens=len(parameters.prompt),
-            draft_policy=parameters.policy,
-            head_parked=bool(self.drafting.parked_reason),
-            depth_reason=depth_reason,
-            resumes=parameters.attempt - 1,
-            kernels=self._kernels,
-            cached_tokens=request.cached_rows,
-            cached_tier=request.cached_tier,
-            batching_reason=request.batching_reason,
-            lookup_reason=request.drafts.lookup_reason
-            or self.lookup.reason(
-                parameters,
-                began=request.drafts.lookup is not None,
-                shared=answer.stats.shares_without_copies,
-            ),
-            loop_reason="" if request.loop_guard is None else request.loop_guard.reason,
-            **self._read_stats(request),
-        )
-        stats = answer.stats.finish(stats)
-        if parameters.drafting.adaptive_draft:
-            self.drafting.profile.save()
-        identity = measured.identity if parameters.k else "off"
-        if identity == "off" and request.drafts.lookup is not None:
-            identity = "bitwise"  # else its lengths would not be used
-        if isinstance(self._executor, PipelineExecutor):
-            measured.batch_identity = self._executor.batch_identity
-        batch_identity = measured.batch_identity if stats.batched_tokens else "off"
-        return AnswerEnd(why, text.finish(), stats, identity, batch_identity, text.stopped_by)
-
-    def _read_stats(self, request: Request) -> dict[str, Any]:
-        """The figures of a prompt that others might read, and whether its bits are of one kind of
-        machine."""
-        readers = request.parameters.readers
-        outcome = ReadOutcome() if readers is None else readers.outcome
-        reason, is_mixed = outcome.reason, outcome.other_kind
-        if is_mixed:
-            reason += "; another kind of machine read a part, as EXO_READERS=any allows"
-        elif self.reads_any and request.cached_rows:
-            is_mixed = True
-            reason = f"{reason}; " * bool(reason) + (
-                "cached rows may be of another kind of machine, as EXO_READERS=any allows"
-            )
-        return {
-            "read_by": tuple(outcome.nodes),
-            "read_s": outcome.seconds,
-            "read_bytes": outcome.bytes,
-            "read_reason": reason,
-            "resume_exact": not is_mixed,
-        }
-
     @property
     def reads_any(self) -> bool:
         """Whether other kinds of machines may have read rows of prompts."""
@@ -418,14 +367,8 @@ class TextEngine:
         """Why rounds draft as many tokens as they do at present, or at most; empty before the first
         where K has no limit but the card's."""
         if (request := self._engine.drafting_request) is not None:
-            _ = self._note_depth(request)
+            _ = self._final_stats.note_depth(request)
         return self.drafting.depth_reason or self.drafting.limit_reason
-
-    def _note_depth(self, request: Request) -> str:
-        assert isinstance(self._executor, LocalExecutor), "a stage of a split model drafts nothing"
-        reasons = self.drafting.comparison.reason, self._executor.depth_reason(request)
-        self.drafting.depth_reason = "; ".join(filter(None, reasons))
-        return self.drafting.depth_reason
 
     def _public_fault(self, parameters: Parameters, fault: Exception) -> Exception:
         whole, clear = self._link is None, self._prefixes.clear
