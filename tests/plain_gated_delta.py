@@ -32,6 +32,7 @@ class PlainGatedDelta:
         layer: gated_delta.DeltaParameters,
         state: mx.array,
         at: mx.array | None = None,
+        ends: mx.array | None = None,
     ) -> tuple[mx.array, mx.array, mx.array]:
         self.rows_seen.append(qkv.shape[1])
         if at is not None and state.ndim == 5:
@@ -47,7 +48,10 @@ class PlainGatedDelta:
             row = replace(case, inputs=case.row(i)).inputs[0]
             case = replace(case, before=mx.concatenate([case.before, row], axis=1)[:, 1:])
         window = mx.concatenate([before, qkv], axis=1)
-        return mx.concatenate(ys, axis=1), window, mx.stack(states)
+        after = mx.stack(states)
+        if ends is not None:
+            after = after[ends - 1, mx.arange(qkv.shape[0])]
+        return mx.concatenate(ys, axis=1), window, after
 
     def recurrence(
         self,

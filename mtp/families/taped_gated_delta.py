@@ -9,12 +9,14 @@ from mlx import nn
 from mlx_lm.models.cache import ArraysCache
 from mlx_lm.models.gated_delta import compute_g, gated_delta_update, normalize_qk
 
+from ..caches.positions import counts_array
 from ..caches.rollback import RowChoice, TapedCache, TapedLayer, rows_of_each
 from ..caches.window import MAX_ROLLBACK_ROWS
 
-MAX_KERNEL_ROWS = 16
-"""Rows of one launch of a layer's kernel, which returns the state after each row, so that a
-rollback chooses one of them."""
+MAX_STATE_ROWS = 16
+"""Rows of a forward of which a layer's kernel returns the state after each, so that a rollback
+chooses one of them. States of more rows would need too much memory: of those a rollback computes
+the rows that stay again."""
 ROUND_SHARE: Final = 16
 """One part in so many of the memory limit is left to what a forward computes beside states."""
 UNBOUNDED_ROWS: Final = 1 << 30
@@ -24,7 +26,7 @@ LayerStart = tuple[mx.array, mx.array, mx.array]
 v dim, k dim) and `start_rows`."""
 Recurrence = Callable[..., tuple[mx.array, mx.array]]
 """(q, k, v, a, b, the state before) -> rows and the state after them."""
-LayerOutput = tuple[mx.array, mx.array, mx.array, mx.array, mx.array]
+LayerOutput = tuple[mx.array, tuple[mx.array, ...]]
 """The results of `TapedGatedDelta.few_rows`."""
 
 
@@ -34,6 +36,14 @@ def start_rows(batch: int) -> mx.array:
     rows = mx.zeros((3, batch), dtype=mx.int32)[:2]  # a view: see `counts_array`
     mx.eval(rows)
     return rows
+
+
+@lru_cache(maxsize=256)
+def row_ends(rows: int, batch: int) -> mx.array:
+    """The `ends` of `DeltaKernel.rows` if `rows` rows of each sequence stay."""
+    ends = counts_array([rows] * batch)
+    mx.eval(ends)
+    return ends
 
 
 class DeltaKernel(Protocol):
@@ -52,13 +62,17 @@ class DeltaKernel(Protocol):
         layer: Any,
         state: mx.array,
         at: mx.array | None = None,
+        ends: mx.array | None = None,
     ) -> tuple[mx.array, mx.array, mx.array]:
-        """Up to MAX_KERNEL_ROWS rows: y (B, n, v heads, D), the convolution's rows (B, 3 + n, C)
+        """Up to MAX_STATE_ROWS rows: y (B, n, v heads, D), the convolution's rows (B, 3 + n, C)
         and the state after each row (n, B, v heads, D, D).
 
         `before`: the convolution's last 3 rows. `state`: the recurrence's state (B, v heads, D, D).
         Or both are results of an earlier call, and `at` (2, B) int32 gives for each sequence the
         index of its state and of the first of its 3 rows.
+
+        With `ends` (B,) int32 any number of rows, and in place of the states one (B, v heads, D,
+        D): that of each sequence after its first `ends` rows. Those behind them are not computed.
         """
         ...
 
@@ -123,10 +137,10 @@ class TapedGatedDelta(TapedLayer):
         if self.chunked is not None and mask is None and rows > MAX_ROLLBACK_ROWS:
             return self._rows(inputs, cache, self._by_chunks)
         if self.kernel is not None and mask is None:
-            if rows > MAX_KERNEL_ROWS:
+            if rows > MAX_ROLLBACK_ROWS:
                 return self._rows(inputs, cache, self._by_kernel)
             start = self.start_of(cache, inputs.shape[0], inputs.dtype)
-            out, *output = self.few_rows(inputs, *start)
+            out, output = self.few_rows(inputs, *start)
             self.commit(cache, rows, start, output)
             return self.out_proj(out)
         if rows == 1 or rows > MAX_ROLLBACK_ROWS:
@@ -136,7 +150,7 @@ class TapedGatedDelta(TapedLayer):
     def takes(self, rows: int, mask: object, cache: object) -> bool:
         """Whether `few_rows` computes a forward of `rows` rows."""
         is_plain = mask is None and isinstance(cache, TapedCache) and cache.lengths is None
-        return self.kernel is not None and is_plain and rows <= MAX_KERNEL_ROWS
+        return self.kernel is not None and is_plain and rows <= MAX_ROLLBACK_ROWS
 
     def start_of(self, cache: TapedCache, batch: int, dtype: mx.Dtype) -> LayerStart:
         """The rows and the state that a kernel begins with."""
@@ -156,22 +170,19 @@ class TapedGatedDelta(TapedLayer):
     def few_rows(
         self, inputs: mx.array, before: mx.array, state: mx.array, at: mx.array
     ) -> LayerOutput:
-        """Computes up to MAX_KERNEL_ROWS rows from the arrays of `start_of`.
+        """Computes up to MAX_ROLLBACK_ROWS rows from the arrays of `start_of`.
 
-        Returns (B, n, v heads v dim) for `out_proj`; the convolution's rows with those before them,
-        and its last ones; the state after each row, and the last one.
+        Returns (B, n, v heads v dim) for `out_proj`, and for `commit` the convolution's rows with
+        those before them, and its last ones; the last state; and what a rollback needs: the state
+        after each row, or of more than MAX_STATE_ROWS rows what the kernel reads of them.
         """
         assert self.kernel is not None
         batch, rows, _ = inputs.shape
-        qkv, z, b, a = self.project(inputs)
-        out, window, states = self.kernel.rows(qkv, z, b, a, before, self.fixed, state, at)
-        return (
-            out.reshape(batch, rows, -1),
-            window,
-            window[:, rows:],
-            states,
-            _one_of(states, rows - 1),
-        )
+        projected, is_many = self.project(inputs), rows > MAX_STATE_ROWS
+        ends = row_ends(rows, batch) if is_many else None
+        out, window, after = self.kernel.rows(*projected, before, self.fixed, state, at, ends)
+        tape = (after, *projected) if is_many else (_one_of(after, rows - 1), after)
+        return out.reshape(batch, rows, -1), (window, window[:, rows:], *tape)
 
     def commit(
         self,
@@ -180,23 +191,34 @@ class TapedGatedDelta(TapedLayer):
         start: LayerStart,
         output: Sequence[mx.array],
     ) -> None:
-        """Stores the results of `few_rows` after the first one; `start`: from `start_of`."""
-        window, last, states, state = output
+        """Stores what `few_rows` returned for it; `start`: from `start_of`."""
+        window, last, state, *tape = output
         width = last.shape[1]
+        cache.cache = [last, state]
+        cache.advance(rows)
 
         def restore(count: int) -> list[mx.array | None]:
             if count == 0:
-                return (
-                    RowChoice(*start).arrays() if start[1].ndim == states.ndim else list(start[:2])
-                )
-            return [window[:, count : count + width], _one_of(states, count - 1)]
+                has_choice = start[1].ndim > state.ndim
+                return RowChoice(*start).arrays() if has_choice else list(start[:2])
+            if len(tape) == 1:
+                kept = _one_of(tape[0], count - 1)
+            else:
+                kept = state_after(row_ends(count, state.shape[0]))
+            return [window[:, count : count + width], kept]
 
-        def restore_each(at: mx.array) -> RowChoice:
-            return RowChoice(window, states, at)
+        def choose(at: mx.array) -> RowChoice:
+            return RowChoice(window, tape[0], at)
 
-        cache.cache = [last, state]
-        cache.record(rows, restore, restore_each)
-        cache.advance(rows)
+        def state_after(ends: mx.array) -> mx.array:
+            assert self.kernel is not None
+            (qkv, z, b, a), (before, first, at) = tape, start
+            return self.kernel.rows(qkv, z, b, a, before, self.fixed, first, at, ends)[2]
+
+        def restore_each(at: mx.array) -> list[mx.array | None]:
+            return [rows_of_each(window, at[1], width), state_after(at[1])]
+
+        cache.record(rows, restore, choose if len(tape) == 1 else restore_each)
 
     def _by_steps(
         self,
@@ -310,7 +332,7 @@ def _rows_of(window: mx.array, first: int, count: int) -> mx.array:
 
 def row_state_bytes(modules: Iterable[nn.Module]) -> int:
     """Bytes of the states that layers with a kernel keep for each row of a forward of up to
-    MAX_KERNEL_ROWS; 0 without such layers."""
+    MAX_STATE_ROWS; 0 without such layers."""
     layers = (m for m in modules if isinstance(m, TapedGatedDelta) and m.kernel is not None)
     return sum(4 * m.num_v_heads * m.head_v_dim * m.head_k_dim for m in layers)
 

@@ -130,18 +130,19 @@ __device__ __forceinline__ void recurrence(const T* q, const T* k, const T* v, c
   store_state<D>(st, last + own, row, j);
 }
 
-// Grid (v heads, batch), D D / 32 threads: all of a layer between its projections for up to 16 rows.
-// In: the projections qkv, z, b, a; the convolution's rows before them and its kernel; states; and
-// where each sequence begins: at (2, batch) is which of the states is its own, and the first of the
-// three rows of the convolution. Out: y, the convolution's rows with the new ones behind, the state
-// after every row. Numbers are rounded to T where mlx-lm's operations round.
-template <int D, class T>
+// Grid (v heads, batch), D D / 32 threads: all of a layer between its projections for up to 16 rows,
+// or MANY in pieces of 16. In: the projections qkv, z, b, a; the convolution's rows before them and
+// its kernel; states; and where each sequence begins: at (2, batch) is which of the states is its own,
+// and the first of the three rows of the convolution. Out: y, the convolution's rows with the new ones
+// behind, the state after every row. Of MANY rows the first ends[n] of each sequence are computed, and
+// one state is stored, that after them. Numbers are rounded to T where mlx-lm's operations round.
+template <int D, bool MANY, class T>
 __device__ __forceinline__ void layer_rows(const T* qkv, const T* z, const T* b, const T* a,
                                            const T* before, const T* kernel, const float* a_log,
                                            const T* dt_bias, const T* norm, const float* state,
-                                           const int* at, T* y, T* window, float* states, float eps,
-                                           int batch, int rows, int k_heads, int v_heads,
-                                           int before_rows) {
+                                           const int* at, const int* ends, T* y, T* window,
+                                           float* states, float eps, int batch, int rows, int k_heads,
+                                           int v_heads, int before_rows) {
   constexpr int MOST = 16, THREADS = D * D / 32, WARPS = THREADS / 32, EACH = D / 32;
   __shared__ __align__(16) T s[3][MOST][D];
   __shared__ float so[MOST][D], sg[MOST], sb[MOST];
@@ -150,89 +151,99 @@ __device__ __forceinline__ void layer_rows(const T* qkv, const T* z, const T* b,
   const int row = tid / (D / 16) * 2, keys = k_heads * D, channels = 2 * keys + v_heads * D;
   float st[2][16];
   const T* last = before + ((long long)n * before_rows + at[batch + n]) * channels;
-  // The small loads first: behind the state's they would wait for them.
-  float gate_a = 0.0f, gate_b = 0.0f, bias = 0.0f, log_a = 0.0f, scales[EACH], gates[EACH];
-  if (tid < rows) {
-    const long long at = ((long long)n * rows + tid) * v_heads + h;
-    gate_b = num(b[at]); gate_a = num(a[at]); bias = num(dt_bias[h]); log_a = a_log[h];
-  }
-  const long long out_at = (((long long)n * rows + warp) * v_heads + h) * D + lane;
-#pragma unroll
-  for (int e = 0; e < EACH; ++e) {
-    scales[e] = num(norm[e * 32 + lane]);
-    gates[e] = warp < rows ? num(z[out_at + e * 32]) : 0.0f;
-  }
-  load_state<D>(st, state + (((long long)at[n] * batch + n) * v_heads + h) * D * D, row, j);
-  for (int i = tid; i < 3 * D; i += THREADS) {  // the convolution and silu, a channel a thread
-    const int part = i / D, d = i % D;
-    const int c = part == 0 ? hk * D + d : part == 1 ? keys + hk * D + d : 2 * keys + h * D + d;
-    const bool mine = part == 2 || h % group == 0;  // heads of v share those of q and k
-    float w[4], in[3];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) w[e] = num(kernel[c * 4 + e]);
-#pragma unroll
-    for (int e = 0; e < 3; ++e) {
-      const T x = last[(long long)e * channels + c];
-      if (mine) window[((long long)n * (3 + rows) + e) * channels + c] = x;
-      in[e] = num(x);
+  const int end = MANY ? ends[n] : rows;
+  int from = 0;
+  do {
+    const int count = MANY && end - from > MOST ? MOST : end - from;
+    // The small loads first: behind the state's they would wait for them.
+    float gate_a = 0.0f, gate_b = 0.0f, bias = 0.0f, log_a = 0.0f, scales[EACH], gates[EACH];
+    if (tid < count) {
+      const long long at = ((long long)n * rows + from + tid) * v_heads + h;
+      gate_b = num(b[at]); gate_a = num(a[at]); bias = num(dt_bias[h]); log_a = a_log[h];
     }
-    T next = qkv[(long long)n * rows * channels + c];
-    for (int t = 0; t < rows; ++t) {
-      const T x = next;
-      if (t + 1 < rows) next = qkv[((long long)n * rows + t + 1) * channels + c];
-      if (mine) window[((long long)n * (3 + rows) + 3 + t) * channels + c] = x;
-      const float f = num(x);
-      const float sum = rounded<T>(
-          __fmaf_rn(w[3], f, __fmaf_rn(w[2], in[2], __fmaf_rn(w[1], in[1], w[0] * in[0]))));
-      in[0] = in[1]; in[1] = in[2]; in[2] = f;
-      s[part][t][d] = as<T>(sum * rounded<T>(sigmoid(sum)));
-    }
-  }
-  if (tid < rows) {
-    sb[tid] = rounded<T>(sigmoid(gate_b));
-    const float x = rounded<T>(gate_a + bias);
-    const float softplus = rounded<T>(fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))));
-    sg[tid] = expf(-expf(log_a) * softplus);
-  }
-  __syncthreads();
-  for (int i = warp; i < 2 * rows; i += WARPS) {  // q and k to unit length, q by 1 / D of it
-    T* x = s[i & 1][i >> 1];
-    float f[EACH], sum = 0.0f;
+    const long long out_at = (((long long)n * rows + from + warp) * v_heads + h) * D + lane;
 #pragma unroll
     for (int e = 0; e < EACH; ++e) {
-      f[e] = num(x[e * 32 + lane]);
-      sum = __fmaf_rn(f[e], f[e], sum);
+      scales[e] = num(norm[e * 32 + lane]);
+      gates[e] = warp < count ? num(z[out_at + e * 32]) : 0.0f;
     }
-    const float unit = rsqrtf(lane_sum<32>(sum) / D + 1e-6f / D);
-    const float scale = rounded<T>((i & 1) ? 1.0f / sqrtf((float)D) : 1.0f / D);
+    if (from == 0)
+      load_state<D>(st, state + (((long long)at[n] * batch + n) * v_heads + h) * D * D, row, j);
+    for (int i = tid; i < 3 * D; i += THREADS) {  // the convolution and silu, a channel a thread
+      const int part = i / D, d = i % D;
+      const int c = part == 0 ? hk * D + d : part == 1 ? keys + hk * D + d : 2 * keys + h * D + d;
+      const bool mine = part == 2 || h % group == 0;  // heads of v share those of q and k
+      float w[4], in[3];
 #pragma unroll
-    for (int e = 0; e < EACH; ++e) x[e * 32 + lane] = as<T>(rounded<T>(f[e] * unit) * scale);
-  }
-  __syncthreads();
-  for (int t = 0; t < rows; ++t) {
-    const float vv[2] = {num(s[2][t][row]), num(s[2][t][row + 1])};
-    float out[2];
-    step<D>(st, s[1][t], s[0][t], j, sg[t], sb[t], vv, out);
-    if (j == 0) { so[t][row] = rounded<T>(out[0]); so[t][row + 1] = rounded<T>(out[1]); }
-    store_state<D>(st, states + (((long long)t * batch + n) * v_heads + h) * D * D, row, j);
-  }
-  __syncthreads();
-  for (int t = warp; t < rows; t += WARPS) {  // the gated norm
-    float f[EACH], sum = 0.0f;
+      for (int e = 0; e < 4; ++e) w[e] = num(kernel[c * 4 + e]);
 #pragma unroll
-    for (int e = 0; e < EACH; ++e) {
-      f[e] = so[t][e * 32 + lane];
-      sum = __fmaf_rn(f[e], f[e], sum);
+      for (int e = 0; e < 3; ++e) {
+        const T x = from == 0 ? last[(long long)e * channels + c]
+                              : qkv[((long long)n * rows + from - 3 + e) * channels + c];
+        if (mine && from == 0) window[((long long)n * (3 + rows) + e) * channels + c] = x;
+        in[e] = num(x);
+      }
+      T next = qkv[((long long)n * rows + from) * channels + c];
+      for (int t = 0; t < count; ++t) {
+        const T x = next;
+        if (t + 1 < count) next = qkv[((long long)n * rows + from + t + 1) * channels + c];
+        if (mine) window[((long long)n * (3 + rows) + 3 + from + t) * channels + c] = x;
+        const float f = num(x);
+        const float sum = rounded<T>(
+            __fmaf_rn(w[3], f, __fmaf_rn(w[2], in[2], __fmaf_rn(w[1], in[1], w[0] * in[0]))));
+        in[0] = in[1]; in[1] = in[2]; in[2] = f;
+        s[part][t][d] = as<T>(sum * rounded<T>(sigmoid(sum)));
+      }
     }
-    const float unit = rsqrtf(lane_sum<32>(sum) / D + eps);
-#pragma unroll
-    for (int e = 0; e < EACH; ++e) {
-      const int d = e * 32 + lane;
-      const long long at = (((long long)n * rows + t) * v_heads + h) * D + d;
-      const float gate = t == warp ? gates[e] : num(z[at]), x = rounded<T>(f[e] * unit * scales[e]);
-      y[at] = as<T>(gate * sigmoid(gate) * x);
+    if (tid < count) {
+      sb[tid] = rounded<T>(sigmoid(gate_b));
+      const float x = rounded<T>(gate_a + bias);
+      const float softplus = rounded<T>(fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))));
+      sg[tid] = expf(-expf(log_a) * softplus);
     }
-  }
+    __syncthreads();
+    for (int i = warp; i < 2 * count; i += WARPS) {  // q and k to unit length, q by 1 / D of it
+      T* x = s[i & 1][i >> 1];
+      float f[EACH], sum = 0.0f;
+#pragma unroll
+      for (int e = 0; e < EACH; ++e) {
+        f[e] = num(x[e * 32 + lane]);
+        sum = __fmaf_rn(f[e], f[e], sum);
+      }
+      const float unit = rsqrtf(lane_sum<32>(sum) / D + 1e-6f / D);
+      const float scale = rounded<T>((i & 1) ? 1.0f / sqrtf((float)D) : 1.0f / D);
+#pragma unroll
+      for (int e = 0; e < EACH; ++e) x[e * 32 + lane] = as<T>(rounded<T>(f[e] * unit) * scale);
+    }
+    __syncthreads();
+    for (int t = 0; t < count; ++t) {
+      const float vv[2] = {num(s[2][t][row]), num(s[2][t][row + 1])};
+      float out[2];
+      step<D>(st, s[1][t], s[0][t], j, sg[t], sb[t], vv, out);
+      if (j == 0) { so[t][row] = rounded<T>(out[0]); so[t][row + 1] = rounded<T>(out[1]); }
+      if (!MANY)
+        store_state<D>(st, states + (((long long)t * batch + n) * v_heads + h) * D * D, row, j);
+    }
+    __syncthreads();
+    for (int t = warp; t < count; t += WARPS) {  // the gated norm
+      float f[EACH], sum = 0.0f;
+#pragma unroll
+      for (int e = 0; e < EACH; ++e) {
+        f[e] = so[t][e * 32 + lane];
+        sum = __fmaf_rn(f[e], f[e], sum);
+      }
+      const float unit = rsqrtf(lane_sum<32>(sum) / D + eps);
+#pragma unroll
+      for (int e = 0; e < EACH; ++e) {
+        const int d = e * 32 + lane;
+        const long long at = (((long long)n * rows + from + t) * v_heads + h) * D + d;
+        const float gate = t == warp ? gates[e] : num(z[at]), x = rounded<T>(f[e] * unit * scales[e]);
+        y[at] = as<T>(gate * sigmoid(gate) * x);
+      }
+    }
+    from += MOST;
+  } while (MANY && from < end);
+  if (MANY) store_state<D>(st, states + ((long long)n * v_heads + h) * D * D, row, j);
 }
 
 }  // namespace exo

@@ -47,15 +47,9 @@ class GatedDelta:
         self._sizes = sizes
         size, type_name = sizes.size, TYPES[sizes.dtype]
         label = f"{size}_{type_name}"
-        eps = f"{sizes.eps!r}f"
-        self._rows = CudaKernel(
-            f"gated_delta_rows_{label}_{eps.replace('-', '_').replace('.', '_')}",
-            f"exo::layer_rows<{size}>(qkv, z, b, a, before, kernel, a_log, dt_bias, norm, state, "
-            f"at, y, window, states, {eps}, qkv_shape[0], qkv_shape[1], "
-            f"(qkv_shape[2] / {size} - z_shape[2]) / 2, z_shape[2], before_shape[1])",
-            _IN,
-            ("y", "window", "states"),
-            file="gated_delta.cuh",
+        self._rows, self._many_rows = (
+            _layer_kernel(sizes, many=False),
+            _layer_kernel(sizes, many=True),
         )
         self._recurrence = CudaKernel(
             f"gated_delta_recurrence_{label}",
@@ -76,17 +70,23 @@ class GatedDelta:
         layer: DeltaParameters,
         state: mx.array,
         at: mx.array | None = None,
+        ends: mx.array | None = None,
     ) -> tuple[mx.array, mx.array, mx.array]:
-        batch, rows, channels = qkv.shape
-        s = self._sizes
-        y, window, states = self._rows(
-            [qkv, z, b, a, before, *layer.arrays(state), start_rows(batch) if at is None else at],
+        (batch, rows, channels), s = qkv.shape, self._sizes
+        arrays = [qkv, z, b, a, before, *layer.arrays(state)]
+        arrays.append(start_rows(batch) if at is None else at)
+        kernel, count = self._rows, (rows,)
+        if ends is not None:
+            kernel, count = self._many_rows, ()
+            arrays.append(ends)
+        y, window, states = kernel(
+            arrays,
             (s.v_heads, batch, 1),
             s.size * s.size // 32,
             [
                 ((batch, rows, s.v_heads, s.size), s.dtype),
                 ((batch, 3 + rows, channels), s.dtype),
-                ((rows, *state.shape[-4:]), mx.float32),
+                ((*count, *state.shape[-4:]), mx.float32),
             ],
         )
         return y, window, states
@@ -109,6 +109,21 @@ class GatedDelta:
             [(v.shape, s.dtype), (state.shape, mx.float32)],
         )
         return y, last
+
+
+def _layer_kernel(sizes: Sizes, *, many: bool) -> CudaKernel:
+    size, eps = sizes.size, f"{sizes.eps!r}f"
+    label = f"{size}_{TYPES[sizes.dtype]}_{eps.replace('-', '_').replace('.', '_')}"
+    kind, ends = ("many_rows", "ends") if many else ("rows", "nullptr")
+    return CudaKernel(
+        f"gated_delta_{kind}_{label}",
+        f"exo::layer_rows<{size}, {str(many).lower()}>(qkv, z, b, a, before, kernel, a_log, "
+        f"dt_bias, norm, state, at, {ends}, y, window, states, {eps}, qkv_shape[0], qkv_shape[1], "
+        f"(qkv_shape[2] / {size} - z_shape[2]) / 2, z_shape[2], before_shape[1])",
+        (*_IN, "ends") if many else _IN,
+        ("y", "window", "states"),
+        file="gated_delta.cuh",
+    )
 
 
 def reference(

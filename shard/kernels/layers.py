@@ -31,6 +31,9 @@ from .trial import (
 )
 
 _CONTEXT: Final = 24
+_ROW_STEP: Final = 16
+"""Beyond so many rows of a sequence only their multiples are traced: a verify of copied drafts is
+one, while the rest of a prompt has any number, and tracing each would take longer than it saves."""
 _LAYERS_PER_EVAL: Final = 8
 """Traced layers that Python builds before the GPU starts on them."""
 
@@ -41,6 +44,7 @@ class RowsLayer(nn.Module):
     """Replaces the class of a decoder layer whose attention or recurrence has kernels.
 
     Each number of sequences and rows has its own trace, up to MAX_ROWS of all of them together.
+    Other forwards run the same kernels one by one.
     """
 
     before: Callable[..., Arrays]
@@ -57,12 +61,13 @@ class RowsLayer(nn.Module):
     ) -> mx.array:
         mixer: Any = mixer_of(self)
         batch, rows, _ = x.shape
-        if batch * rows > MAX_ROWS or not mixer.takes(rows, mask, cache):
+        is_traced = batch * rows <= MAX_ROWS and (rows <= _ROW_STEP or rows % _ROW_STEP == 0)
+        if not is_traced or not mixer.takes(rows, mask, cache):
             return cast("Any", super()).__call__(x, mask, cache)
         if cast("Any", self).is_linear:
             recurrence = mixer.start_of(cache, batch, x.dtype)
-            *output, window, last, states, state = self.before(x, *recurrence)
-            mixer.commit(cache, rows, recurrence, (window, last, states, state))
+            *output, kept = self.before(x, *recurrence)
+            mixer.commit(cache, rows, recurrence, kept)
         else:
             first = mixer.first_positions(cache, batch)
             wide, q, k, v = self.before(x, mixer.rope_positions(first))
@@ -77,8 +82,8 @@ class RowsLayer(nn.Module):
     ) -> Arrays:
         m = cast("Any", self)
         mixer = m.linear_attn
-        out, *state_arrays = mixer.few_rows(m.input_layernorm(x), before, state, at)
-        return *self.rest(sum_with(mixer.out_proj, out, x)), *state_arrays
+        out, kept = mixer.few_rows(m.input_layernorm(x), before, state, at)
+        return *self.rest(sum_with(mixer.out_proj, out, x)), kept
 
     def up_to_the_cache(self, x: mx.array, first: mx.array) -> Arrays:
         m = cast("Any", self)

@@ -14,12 +14,12 @@ from mlx_lm.models.qwen3_next import Qwen3NextAttention
 from ...mtp.caches.positions import counts_array
 from ...mtp.families.placed_rope import PlacedRope, is_in_three
 from .cuda import TYPES, CudaKernel
-from .product import JointProducts
+from .product import MAX_ROWS, JointProducts
 
-MAX_ROWS = 16
-"""The most rows of one sequence."""
 KEYS: Final = 64
 """Keys of a chunk, as in attention.cuh."""
+_PART_BYTES = 1 << 30
+"""Bytes of the chunks' results of one launch: more rows take several, each of one row at least."""
 _HEADS: Final = (64, 128, 256)
 
 
@@ -90,6 +90,15 @@ class RowAttention:
         """
         h, (batch, _, rows, _) = self._heads, q.shape
         chunks = -(-longest // KEYS)
+        most = max(1, _PART_BYTES // (4 * batch * h.heads * chunks * h.size))
+        if rows > most:
+            pieces = [
+                self.attend(
+                    q[:, :, i : i + most], buffers, wide[:, i : i + most], first + i, longest
+                )
+                for i in range(0, rows, most)
+            ]
+            return mx.concatenate(pieces, axis=1)
         parts, tops = self._attend(
             [q, *buffers, first],
             (chunks, h.key_heads, batch),

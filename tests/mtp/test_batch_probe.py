@@ -158,6 +158,14 @@ def test_a_batch_holds_only_the_states_that_its_last_round_left() -> None:
     assert max(held) - min(held) < row_state_bytes(model.modules())
 
 
+@pytest.mark.parametrize("k", [15, 19, 31])
+def test_requests_keep_different_rows_of_more_than_a_kernel_has_states_of(k: int) -> None:
+    """Beside the states of a round before, of which each kept another row."""
+    model = taped_qwen()
+    assert give_kernels(model)
+    assert result_of(batch_identity(subject_of(model), k, sizes=(2, 3), most_rows=64)) == "bitwise"
+
+
 def test_rounds_of_each_size_and_depth_are_run_before_answers_need_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -138,7 +138,10 @@ class ModelMeasurements:
         ways = choose_first(self.subject.vocabulary, k, DTYPES[self._options.dtype])
         yield from guard("sampling", ways, nothing_refused)
         if isinstance(self._forms, RoundForms):  # it is the whole model
-            first_rounds = warm_up(self.subject, range(1, k + 2))
+            widths = {*range(1, k + 2)}
+            if available():  # each number of rows has a trace of its own
+                widths |= {length + 1 for length in self._lookup.policy.lengths}
+            first_rounds = warm_up(self.subject, sorted(widths))
             yield from guard("first-rounds", first_rounds, nothing_refused)
         if available() and self.subject.row_bytes and not self.batching_reason:
             policy = self._lookup.policy

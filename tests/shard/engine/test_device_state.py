@@ -15,6 +15,7 @@ import pytest
 from budget import seeds
 from driven import driven
 from engines import Answer, answer, engine_of, load_quietly, request
+from forced_copies import FixedLength, force
 from plain_gated_delta import give_kernels
 from readers import GREEDY, SEEDED, Reader, prompt
 from small import LAYERS, small_spec
@@ -149,6 +150,48 @@ def test_prefixes_and_rows_of_the_last_round_give_way_to_the_next_ones(
     widths = [r.forward.rows for r in readers[0].rounds if r.forward.batch == 4]
     assert len(widths) > 4 and set(widths) == {2} and served.prefix_cache_bytes
     assert {*rows} >= {4, 8}, "behind a change of members, and behind a round of two rows each"
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_copies_of_more_rows_than_have_states_leave_every_answer_its_own(k: int) -> None:
+    """Some of them stand as a whole, others are taken back to the row of a changed token."""
+
+    def ask(served: TextEngine, rows: Sequence[int], *, lookup: bool) -> Answer:
+        fields = {"ignore_eos": True, "top_logprobs": 0, "prompt_lookup": lookup}
+        return answer(served, request(rows, k if lookup else 0, 90, **fields))
+
+    copied = [*ask(engine(), prompt(1), lookup=False).ids]
+    copied[len(copied) // 2] += 1
+    rows, served = [*prompt(1), *copied, *prompt(1)], engine(prompt_lookup=True)
+    force(served.lookup, FixedLength(31))
+    got, expected = ask(served, rows, lookup=True), ask(engine(), rows, lookup=False)
+    assert 32 in {round_.forward.rows for round_ in got.rounds}
+    assert 0 < got.stats.lookup_accepted_tokens < got.stats.lookup_proposed_tokens
+    assert got.ids == expected.ids
+    entries, others = ([e for r in each.rounds for e in r.logprobs] for each in (got, expected))
+    assert entries == others and len(entries) == 90
+
+
+def test_a_gpu_traces_the_rows_of_each_exact_copy_before_answers_need_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    widths = list[list[int]]()
+
+    def noted(_subject: Subject, rows: Sequence[int]) -> list[None]:
+        widths.append([*rows])
+        return []
+
+    def nothing(_subject: Subject, _k: int, _most_rows: int) -> list[None]:
+        return []
+
+    monkeypatch.setattr(model_measurements, "warm_up", noted)
+    monkeypatch.setattr(model_measurements, "warm_up_batches", nothing)
+    for is_gpu in (False, True):
+        monkeypatch.setattr(model_measurements, "available", lambda is_gpu=is_gpu: is_gpu)
+        served = engine(prompt_lookup=True, context_length=512)
+        served.measurements.measure()
+        assert served.lookup.policy.lengths == [3, 31]
+    assert widths == [[*range(1, 9)], [*range(1, 9), 32]]
 
 
 def test_a_gpu_runs_the_rounds_of_several_requests_before_answers_need_them(

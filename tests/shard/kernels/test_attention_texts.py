@@ -97,14 +97,16 @@ def test_rows_are_mlxs_and_bit_for_bit_those_of_single_steps(
     assert relative_error(mx.concatenate(singles, axis=1), got) <= 1e-6
 
 
+@pytest.mark.parametrize("rows", [6, 19, *((32, 64) if ON_GPU else ())])
 @pytest.mark.parametrize("past", PASTS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_rows_bits_depend_on_no_other_row_nor_sequence(
-    case: tuple[int, int, int, mx.Dtype], past: int
+    case: tuple[int, int, int, mx.Dtype], past: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernels alone: 6 rows of two sequences of different lengths, against row by row."""
+    """The kernels alone: rows of two sequences of different lengths, against row by row, and
+    against launches of four rows each."""
     heads, key_heads, size, dtype = case
-    layer, rows = attention_layer(*case), 6
+    layer = attention_layer(*case)
     kernel, pasts = layer.kernel, (past, past // 2)
     inputs = [
         mx.random.normal((2, rows, count * size), key=mx.random.key(count)).astype(dtype)
@@ -117,12 +119,15 @@ def test_a_rows_bits_depend_on_no_other_row_nor_sequence(
     for b, at in enumerate(pasts):
         for buffer, new in zip(buffers_of_batch, (k, v), strict=True):
             buffer[b, :, at : at + rows] = new[b]
-    got = kernel.attend(
-        q, (buffers_of_batch[0], buffers_of_batch[1]), inputs[0], first, max(pasts) + rows
-    )
+    together = buffers_of_batch[0], buffers_of_batch[1]
+    got = kernel.attend(q, together, inputs[0], first, max(pasts) + rows)
+    chunks = -(-(max(pasts) + rows) // row_attention.KEYS)
+    monkeypatch.setattr(row_attention, "_PART_BYTES", 4 * 2 * heads * chunks * size * 4)
+    pieces = kernel.attend(q, together, inputs[0], first, max(pasts) + rows)
+    assert mx.array_equal(pieces, got).item()
     for b, at in enumerate(pasts):
         buffers = (buffers_of_batch[0][b : b + 1], buffers_of_batch[1][b : b + 1])
-        for i in range(rows):
+        for i in range(rows) if rows == 6 else (0, 15, 16, rows - 1):
             one = [each[b : b + 1, i : i + 1] for each in inputs]
             start = mx.array([at + i], dtype=mx.int32)
             q1, k1, v1 = kernel.prepare(*one, layer.fixed, start)

@@ -13,7 +13,7 @@ from mlx_lm.utils import dequantize_model
 
 from exo_node.mtp.caches.batch_caches import left_aligned
 from exo_node.mtp.caches.positions import Positions
-from exo_node.mtp.caches.rollback import cache_arrays, with_tapes
+from exo_node.mtp.caches.rollback import cache_arrays, rollback, with_tapes
 from exo_node.mtp.families.table import prepare
 from exo_node.mtp.families.taped_gated_delta import TapedGatedDelta
 from exo_node.shard.kernels import (
@@ -120,6 +120,25 @@ def test_a_verify_by_the_installed_kernels_is_single_steps_bit_for_bit(
     assert config is EXPERTS or batch_is_each_alone(model, 6)
     assert {(2, 3), (2, 1)} <= traced
     assert config is EXPERTS or (6, 3) in traced
+
+
+def test_many_rows_are_those_of_fewer_and_can_be_taken_back(
+    traced: set[tuple[int, ...]],
+) -> None:
+    """As many as a verify of a copy has, which are traced, and one more than a piece of 16."""
+    model = small(DENSE)
+    _ = kernel_choice.choose_kernels([model], "auto", lambda: 0.0, lambda _: None)
+    prompt, ids = [7, 30, 2], [(11 * i + 5) % 97 for i in range(33)]
+    expected = logits(model, [prompt, ids[:16], ids[16:32], ids[32:]])
+    for rows, kept in ((32, 19), (17, 3)):
+        caches: Any = with_tapes(model.make_cache())
+        mx.eval(model(mx.array([prompt]), caches))
+        got = model(mx.array([ids[:rows]]), caches)
+        assert mx.array_equal(got, expected[:, 3 : 3 + rows]).item()
+        rollback(caches, rows - kept)
+        after = model(mx.array([[ids[kept]]]), caches)
+        assert mx.array_equal(after, expected[:, 3 + kept : 4 + kept]).item()
+    assert (1, 32) in traced and (1, 17) not in traced
 
 
 @pytest.fixture

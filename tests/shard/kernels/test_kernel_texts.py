@@ -89,6 +89,34 @@ def test_a_kernel_continues_from_the_row_that_each_request_keeps(
 
 
 @pytest.mark.parametrize("sizes", DELTAS, ids=str)
+def test_many_rows_are_those_of_fewer_up_to_the_end_of_each_sequence(
+    sizes: gated_delta.Sizes,
+) -> None:
+    """Three pieces of rows, behind a row of an earlier forward that each sequence keeps."""
+    first, case = delta_case(sizes, batch=2, rows=5), delta_case(sizes, batch=2, rows=35)
+    kernel, (qkv, z, b, a) = gated_delta.GatedDelta(sizes), case.inputs
+    _, window, states = kernel.rows(*first.inputs, first.before, case.layer, first.state)
+    chosen = RowChoice(window, states, kept_row_index(mx.array([4, 2])))
+    ends = [35, 18]
+    got = kernel.rows(
+        qkv, z, b, a, window, case.layer, states, chosen.at, mx.array(ends, dtype=mx.int32)
+    )
+    before, state = (mx.contiguous(array) for array in chosen.arrays() if array is not None)
+    expected_window, ys, all_states = mx.concatenate([before, qkv], axis=1), [], []
+    for at in (slice(16), slice(16, 32), slice(32, 35)):
+        piece = [each[:, at] for each in case.inputs]
+        y, moved, after = kernel.rows(*piece, before, case.layer, state)  # pyright: ignore
+        before, state = moved[:, -3:], after[-1]
+        ys.append(y)
+        all_states.append(after)
+    y, after = mx.concatenate(ys, axis=1), mx.concatenate(all_states)
+    for n, end in enumerate(ends):
+        assert mx.array_equal(got[0][n, :end], y[n, :end]).item()
+        assert mx.array_equal(got[1][n, : end + 3], expected_window[n, : end + 3]).item()
+        assert mx.array_equal(got[2][n], after[end - 1, n]).item()
+
+
+@pytest.mark.parametrize("sizes", DELTAS, ids=str)
 def test_a_prompts_recurrence_is_that_of_plain_operations(
     sizes: gated_delta.Sizes,
 ) -> None:

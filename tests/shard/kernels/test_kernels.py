@@ -134,6 +134,22 @@ def test_every_layer_of_a_model_gets_its_kernel_with_its_figures(
     assert [layer.kernel for layer in layers] == [on_gpu["delta"]] * 3  # pyright: ignore
 
 
+def test_a_recurrence_whose_many_rows_are_others_is_not_used(
+    model: qwen3_5.Model, on_gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del on_gpu
+    stock = PlainGatedDelta.rows
+
+    def other(self: PlainGatedDelta, *inputs: Any, ends: mx.array | None = None) -> Any:
+        y, window, last = stock(self, *inputs, ends=ends)
+        return y, window, last if ends is None else last * (1 + 1e-6)
+
+    monkeypatch.setattr(PlainGatedDelta, "rows", other)
+    chosen = kernel_choice.choose_kernels([model], "auto", clock(), lambda _: None)
+    [delta] = [each for each in chosen if each.kernel == "gated_delta"]
+    assert not delta.used and "its 17 rows" in delta.reason
+
+
 @pytest.mark.parametrize(("rows_differ", "is_used"), [(False, False), (True, True)])
 def test_a_slower_product_is_used_where_mlxs_rows_depend_on_each_other(
     on_gpu: dict[str, Any],
@@ -216,7 +232,7 @@ def test_a_layer_by_its_kernel_computes_what_mlx_lm_does(model: qwen3_5.Model, r
         assert mx.allclose(a, b, rtol=1e-4, atol=1e-5).item()
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 16, 20])
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 20, 64])
 def test_rows_are_taken_back_to_the_state_of_single_steps(model: qwen3_5.Model, rows: int) -> None:
     layer: Any = model.language_model.model.layers[0].linear_attn
     give_kernel(layer)
