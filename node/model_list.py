@@ -98,7 +98,7 @@ class ModelList:
         return self._generator(record).depth_reason
 
     def drafter_kind(self, record: LoadedPlacement) -> str:
-        """Of a head and a drafter the one that drafts; empty before its runner reported it."""
+        """The one of a head and a drafter that drafts; empty before its runner reported it."""
         return self._generator(record).drafter_kind
 
     def speed(self, record: LoadedPlacement) -> Speed | None:

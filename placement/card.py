@@ -256,11 +256,11 @@ class ModelCard(BaseModel):
 
         Never too few: all but the ends counts as FP8, so its scales and the norms grow too.
         """
-        held = self.weight_bytes - self.mapped_bytes
+        in_memory = self.weight_bytes - self.mapped_bytes
         if not self.fp8:
-            return held
-        ends = min(self.endpoint_bytes, held)  # no publisher stores these in FP8
-        return ends + (held - ends) * BYTES[self.dtype]
+            return in_memory
+        ends = min(self.endpoint_bytes, in_memory)  # no publisher stores these in FP8
+        return ends + (in_memory - ends) * BYTES[self.dtype]
 
     @property
     def embedding_bytes(self) -> int:

@@ -79,10 +79,10 @@ def upper_layers(
     fits = (n for n in layers if sizes.need(n, last, generator=False) <= free)
     if (first := next(fits, None)) is None:
         return "has no room for a layer of it"
-    wanted = reading_on(card, placement, view, answering, {node.id: (first, 0)}, LONG_PROMPT, 0)
-    if not wanted.readers:
-        return "would not make it quicker" if wanted.reason else "has no measured link"
-    first = wanted.readers[0].first_layer
+    plan = reading_on(card, placement, view, answering, {node.id: (first, 0)}, LONG_PROMPT, 0)
+    if not plan.readers:
+        return "would not make it quicker" if plan.reason else "has no measured link"
+    first = plan.readers[0].first_layer
     return first, sizes.need(first, last, generator=False)
 
 
@@ -153,8 +153,8 @@ def _first_layer(
     if not node.reads:
         return "has EXO_READERS=0"
     if node.id not in copies:
-        held = upper_layers(card, placement, view, answering, node, node.memory_bytes)
-        return held if isinstance(held, str) else held[0]
+        layers = upper_layers(card, placement, view, answering, node, node.memory_bytes)
+        return layers if isinstance(layers, str) else layers[0]
     if not is_kin(view.node(answering), node):
         return "is a machine of another kind"
     return 1 if view.between(answering, node.id) else "has no measured link"

@@ -146,12 +146,12 @@ def plan_reading(
     `own_row_s`: seconds of a layer for a row on the answering node. Of more readers the fastest
     MOST_READERS are used; the plan is the best of all splits of each number of them, in that order.
     """
-    left = rows - cached_rows
-    alone_s = left * own_row_s * sizes.layers
+    rest = rows - cached_rows
+    alone_s = rest * own_row_s * sizes.layers
     if not readers:
         return ReadingPlan((), alone_s, "")
-    if (forwards := ceil(left / sizes.chunk)) < MIN_FORWARDS:
-        why = f"alone: {left} tokens are {forwards} forward{'s'[forwards == 1 :]}, too few to share"
+    if (forwards := ceil(rest / sizes.chunk)) < MIN_FORWARDS:
+        why = f"alone: {rest} tokens are {forwards} forward{'s'[forwards == 1 :]}, too few to share"
         return ReadingPlan((), alone_s, why)
     fastest = sorted(readers, key=lambda reader: (reader.row_s, reader.node))[:MOST_READERS]
     best_s, best = alone_s, tuple[tuple[ReaderNode, int], ...]()
@@ -159,12 +159,12 @@ def plan_reading(
         chosen = sorted(fastest[:count], key=lambda reader: reader.first_layer)
         for counts in _splits(own_row_s, chosen, sizes.layers):
             parts = tuple(zip(chosen, counts[1:], strict=True))
-            seconds = _seconds(left, cached_rows, own_row_s, counts[0], parts, sizes)
+            seconds = _seconds(rest, cached_rows, own_row_s, counts[0], parts, sizes)
             if seconds < best_s:
                 best_s, best = seconds, parts
     if not best or best_s > WORTHWHILE * alone_s:
         return ReadingPlan(
-            (), alone_s, f"alone: {left} tokens take {alone_s:.1f} s, with others {best_s:.1f} s"
+            (), alone_s, f"alone: {rest} tokens take {alone_s:.1f} s, with others {best_s:.1f} s"
         )
     layers, first = list[ReaderLayers](), sizes.layers - sum(count for _, count in best)
     for reader, count in best:
@@ -174,15 +174,15 @@ def plan_reading(
         f"{names.get(each.node, each.node)} ({layer_range(each.first_layer, each.end_layer)})"
         for each in layers
     )
-    reason = f"with {who}: {left} tokens take {best_s:.1f} s, alone {alone_s:.1f} s"
+    reason = f"with {who}: {rest} tokens take {best_s:.1f} s, alone {alone_s:.1f} s"
     return ReadingPlan(tuple(layers), best_s, reason)
 
 
 def _splits(
     own_row_s: float, readers: Sequence[ReaderNode], layers: int
 ) -> Iterator[tuple[int, ...]]:
-    """For each time that a part may take for a row: the layers that each node computes within it,
-    the fastest filled first, and at least one each, which it has."""
+    """The layers that each node computes, for each time that a part may take for a row: as many as
+    fit into it, the fastest node filled first, at least one each, which the node has."""
     paces = [own_row_s, *(reader.row_s for reader in readers)]
     order = sorted(range(len(paces)), key=lambda index: paces[index])
     most = [layers, *(layers - reader.first_layer for reader in readers)]

@@ -18,7 +18,7 @@ from exo_node.shard.engine.answers.events import AnswerEnd, Delta
 from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.layer_engine import LayerEngine
 from exo_node.shard.engine.prefixes.encoding import DeviceBytes
-from exo_node.shard.engine.reading.layer_rows import LayerForm, Wanted
+from exo_node.shard.engine.reading.layer_rows import LayerForm, Selection
 from exo_node.shard.engine.reading.link import LayerRange, ReadOutcome, ReadTrip
 from exo_node.shard.engine.request import Parameters, Request
 from exo_node.shard.engine.states.cache_parts import copied, room_of
@@ -56,7 +56,7 @@ class LocalReaders:
         self._limits = limits
         self._change = change
         self._readers = [_Reader(e, r) for e, r in zip(engines, layers, strict=True)]
-        self._under_way: list[tuple[ReadTrip, HiddenBlock, Wanted]] = []
+        self._under_way: list[tuple[ReadTrip, HiddenBlock, Selection]] = []
         self._moved: dict[ReadTrip, int] = {}
 
     def open(
@@ -78,9 +78,9 @@ class LocalReaders:
             )
             prefix = None
             if states:
-                wanted, form = Wanted(0, begin.rows, True, 0), forms[number]
+                selection, form = Selection(0, begin.rows, True, 0), forms[number]
                 receiver = PrefixReceiver(
-                    form.bytes(wanted), lambda d, f=form, w=wanted: f.check(w, d)
+                    form.bytes(selection), lambda d, f=form, s=selection: f.check(s, d)
                 )
                 for piece in states[number]:
                     receiver.feed(bytes(piece))
@@ -97,9 +97,9 @@ class LocalReaders:
             trip.fault = trip.fault or fault
             trip.is_back = True
 
-    def send(self, block: HiddenBlock, data: Callable[[], bytes], wanted: Wanted) -> ReadTrip:
+    def send(self, block: HiddenBlock, data: Callable[[], bytes], selection: Selection) -> ReadTrip:
         trip, block = ReadTrip(), replace(block, data=data())
-        self._under_way.append((trip, block, wanted))
+        self._under_way.append((trip, block, selection))
         self._moved[trip] = 0
         self._pass_on(0, block)
         return trip
@@ -130,14 +130,14 @@ class LocalReaders:
         return busy
 
     def _take(self, number: int, data: bytes) -> None:
-        trip, block, wanted = next(e for e in self._under_way if self._moved[e[0]] == number)
+        trip, block, selection = next(e for e in self._under_way if self._moved[e[0]] == number)
         is_last = number == len(self._readers) - 1
         if not is_last:
-            wanted = wanted._replace(hidden=block.rows)
-        data = self._change(number, wanted.begin, data)
+            selection = selection.with_all_hidden()
+        data = self._change(number, selection.begin, data)
         form = self._forms[number]
         receiver = PrefixReceiver(
-            form.bytes(wanted), lambda description: form.check(wanted, description)
+            form.bytes(selection), lambda description: form.check(selection, description)
         )
         for begin in range(0, len(data), 100_003):
             receiver.feed(data[begin : begin + 100_003])

@@ -124,7 +124,7 @@ class CostTable:
             self._medians[form] = _median(recent)
 
     def seconds(self, form: Form) -> float | None:
-        """Seconds of a round at the present pace; None if nothing tells."""
+        """Seconds of a round at the present pace; None if none was measured."""
         if (seconds := self._medians.get(form)) is None:
             return self.estimate(form)
         return seconds * self._pace.get(form.size, 1.0)

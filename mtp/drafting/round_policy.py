@@ -116,8 +116,8 @@ class RoundPolicy:
 
     K is the best of those whose costs are known: probed for one request, for several only measured.
     There a K is tried only next to the best so far, since a round of many drafts can take several
-    times as long as a plain one: at once if nothing tells its cost, else as soon as its expected
-    loss is affordable. At intervals a neighbour is measured again.
+    times as long as a plain one: at once if its cost is unknown, else as soon as its expected loss
+    is affordable. At intervals a neighbour is measured again.
 
     A copy takes the place of a request's own drafts at the same width where more of its tokens are
     expected to stand; that costs nothing. A wider round must pay for everybody's padding.
@@ -213,9 +213,9 @@ class RoundPolicy:
     def is_first(self, size: int, width: int, head: int) -> bool:
         """Whether no round of this form was read before, so that kernels may have been compiled in
         it."""
-        form, known = (size, width, head), len(self._computed)
+        form, count = (size, width, head), len(self._computed)
         self._computed.add(form)
-        return len(self._computed) > known
+        return len(self._computed) > count
 
     def is_resting(self, size: int) -> bool:
         """Whether drafts did not pay off when about `size` requests chose last."""

@@ -3,8 +3,8 @@ its head.
 
 The hidden state is several streams side by side, which each layer mixes, so it is `hc_count` times
 as wide as an embedding; n-grams of the ids add rows of a table at some layers; attention reads the
-blocks of keys that an indexer chooses. The modules are mlx-vlm's. What is written here anew is what
-it computes otherwise for several rows than for single ones, and its caches.
+blocks of keys that an indexer chooses. The modules are mlx-vlm's. Rewritten here are the parts
+that compute several rows otherwise than single ones, and the caches.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -211,8 +211,8 @@ class Claim:
 async def replica_prefixes(
     heads: Heads, runners: Runners, request: GenerationRequest, timing: Timing
 ) -> list[pb.ReplicaPrefix]:
-    """Asks each replica of the model how much of the prompt it has cached; none if nobody else can
-    have a part in reading it.
+    """Asks each replica of the model how much of the prompt it has cached; none if no other
+    node can read a part of it.
 
     All of them render the same prompt, so one that takes much longer than the first is not waited
     for. It may be chosen all the same.

@@ -117,14 +117,14 @@ def start_node(
 
     It ends on Ctrl-C, SIGTERM or `exo-node stop`. A flag wins over its [VARIABLE].
     """
-    given = {flag: value for flag, value in locals().items() if value not in (None, False, [])}
-    _ = given.pop("environment_file", None)
+    options = {flag: value for flag, value in locals().items() if value not in (None, False, [])}
+    _ = options.pop("environment_file", None)
     flags = {
-        "models_dirs": given.pop("models_dir", None),
-        "peers": given.pop("peer", None),
-        "mdns": False if given.pop("no_mdns", False) else None,
+        "models_dirs": options.pop("models_dir", None),
+        "peers": options.pop("peer", None),
+        "mdns": False if options.pop("no_mdns", False) else None,
     }
-    raise typer.Exit(_run(flags | given, environment_file))
+    raise typer.Exit(_run(flags | options, environment_file))
 
 
 def _run(flags: Mapping[str, object], environment_file: str | None) -> int:

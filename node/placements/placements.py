@@ -340,8 +340,8 @@ class Placements:
                 continue
             record.activity.give(here.now, route.reading_s)
             source = None if route.source is None else self.find(route.source)
-            found = [(self._observations.get(key), layers) for key, layers in route.readers]
-            readers = [(runner, layers) for runner, layers in found if runner is not None]
+            observed = [(self._observations.get(key), layers) for key, layers in route.readers]
+            readers = [(runner, layers) for runner, layers in observed if runner is not None]
             why = route.reason, readers, route.read_reason
             self._requests.give(waiter, Assignment(record, route.reading_s, source, *why))
             here.observed = self._observed(here.observed.nodes)  # with this answer

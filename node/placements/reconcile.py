@@ -34,7 +34,7 @@ WORTHWHILE = 0.9
 """Share of the present seconds a token: a plan that is hardly faster is not worth a load."""
 
 Permission = Literal["no", "yes", "again", "elsewhere"]
-"""Whether a model may be loaded now; `again`: it was given up, and its time is over; `elsewhere`:
+"""Whether a model may be loaded now; `again`: it was given up, its pause has ended; `elsewhere`:
 on nodes that need no pause after they lost it."""
 
 

@@ -185,7 +185,7 @@ def _with_readers(
     own = prefixes.get(placement.id)
     if own is None or not own.key or len(placement.plan) > 1:
         return route
-    held = own if route.source is None else prefixes[route.source]
+    prefix = own if route.source is None else prefixes[route.source]
     others = {
         each.nodes[0]: each.owners[0].key
         for each in candidates
@@ -203,7 +203,7 @@ def _with_readers(
             others[runner.key.node] = runner.key
             busy[runner.key.node] = runner.plan.reader[0].first_layer, runner.requests
     answering = placement.nodes[0]
-    plan = here.view.reading(placement.plan, answering, busy, own.prompt_rows, held.rows)
+    plan = here.view.reading(placement.plan, answering, busy, own.prompt_rows, prefix.rows)
     readers = tuple((others[each.node], each) for each in plan.readers)
     seconds = plan.seconds if readers else route.reading_s
     return replace(route, reading_s=seconds, readers=readers, read_reason=plan.reason)

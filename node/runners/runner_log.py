@@ -14,7 +14,7 @@ STRAY_LINES, STRAY_PERIOD_S = 10, 60.0
 """The limit on lines that are not the runner's own logging, such as gRPC's on failed handshakes."""
 LAST_WORDS_S = 1.0
 """The longest wait for what an ended process wrote, which a busy node reads late. Its own children
-may have its stderr open for longer. A killed process wrote no reason, so that nobody waits."""
+may have its stderr open for longer. A killed process wrote no reason and is not waited for."""
 _GRPC_LINE = re.compile(r"[DIWEF]\d{4} [\d:.]+ ")
 _LINE = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL):([\w.]+):(.*)")
 

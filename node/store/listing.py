@@ -43,8 +43,8 @@ def check(folder: Path, model_id: str) -> dict[str, Any]:
     head = find_head(checkpoint)
     verdict: dict[str, Any] = {"found": False, "reason": getattr(head, "reason", "")}
     if isinstance(head, HeadFound):
-        found = {"found": True, "bytes": head.nbytes, "quantised": head.quantised}
-        verdict = {**found, "files": list(head.files)}
+        sizes = {"bytes": head.nbytes, "quantised": head.quantised}
+        verdict = {"found": True, **sizes, "files": list(head.files)}
     facts = {"tensors": len(checkpoint.tensors), "fingerprint": checkpoint.fingerprint}
     return {**facts, "head": verdict}
 
@@ -121,8 +121,8 @@ def format_of(card: ModelCard) -> str:
 def mtp_words(card: ModelCard, head: HeadState) -> str:
     """Whether the model can draft for itself, before switches and placements are asked."""
     if head.loaded and card.drafts is not None:
-        found = f"{drafter_words(card)} is here" if card.drafter else "head found"
-        return f"{found}; drafts up to {card.drafts.max_k} a round"
+        drafter = f"{drafter_words(card)} is here" if card.drafter else "head found"
+        return f"{drafter}; drafts up to {card.drafts.max_k} a round"
     return head.reason or "no head"
 
 

@@ -216,7 +216,7 @@ class ReceivedPrefix:
         return self.description["rows"]
 
     def content_of(self, name: str) -> Any:
-        """What is kept of a tensor that was not given out. Raises KeyError if there is none."""
+        """A converted tensor that was not taken by `tensors`. Raises KeyError if there is none."""
         return self._tensors[name]
 
     def tensors(self, names: Iterable[str]) -> Generator[TensorContent]:
@@ -320,8 +320,8 @@ class PrefixReceiver:
             if digest != self._description["tensors"][name][2]:
                 raise ValueError("its bytes are not those that were written")
         if self._whole:
-            kept = self._convert(list(self._whole.values()))
-            self._tensors |= zip(self._whole, kept, strict=True)
+            contents = self._convert(list(self._whole.values()))
+            self._tensors |= zip(self._whole, contents, strict=True)
             self._whole.clear()
 
 

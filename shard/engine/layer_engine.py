@@ -33,7 +33,7 @@ class ReadsLayers(Protocol):
     """The first of those that are here; the others follow, up to the last."""
 
     def layer_form(self, first: int, end: int) -> LayerForm:
-        """What the caches of layers [first, end) look like. Raises one of VIEW_FAULTS."""
+        """The form of the caches of layers [first, end). Raises one of VIEW_FAULTS."""
         ...
 
     def begin_read(

@@ -361,8 +361,8 @@ class PipelineExecutor:
     ) -> Trip:
         kept_rows = [self._kept_rows.pop(request, None) for request in requests]
         members = [
-            BlockMember(*request.key, request.rows, request.delta, kept)
-            for request, kept in zip(requests, kept_rows, strict=True)
+            BlockMember(*request.key, request.rows, request.delta, count)
+            for request, count in zip(requests, kept_rows, strict=True)
         ]
         places: tuple[int, ...] = ()
         if len(members) == 1:

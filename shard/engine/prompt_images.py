@@ -14,7 +14,7 @@ from ..model.tower import Features, Tower
 from ..text.image_rows import PreparedImage
 
 _AROUND: Final = (1, 2, 3, 4)
-"""Ids before and behind an image that nobody sent."""
+"""Ids before and behind the image with which towers are tried."""
 
 
 @dataclass(slots=True, eq=False)

@@ -29,7 +29,7 @@ class ReadFlight(Flight):
     """A forward over a prompt of which readers compute the upper layers."""
 
     reading: SharedReading
-    sent: SentForward
+    forward: SentForward
 
     @property
     def is_away(self) -> bool:
@@ -37,7 +37,7 @@ class ReadFlight(Flight):
 
     @property
     def is_back(self) -> bool:
-        return self.sent.trip.is_back or self.reading.is_closed
+        return self.forward.trip.is_back or self.reading.is_closed
 
     @property
     def is_chunk(self) -> bool:
@@ -108,10 +108,9 @@ class PromptReadings:
         hidden = forward.outputs[0].hidden
         assert hidden is not None
         placing = (0, ()) if request.images is None else request.images.placing(begin, end)
-        sent = reading.send(begin, end, hidden, *placing)
+        flight = ReadFlight((request,), reading, reading.send(begin, end, hidden, *placing))
         mx.clear_cache()
         request.rows = end
-        flight = ReadFlight((request,), reading, sent)
         self._flights[reading].append(flight)
         self._let_follow(request, reading)
         return flight
@@ -127,7 +126,7 @@ class PromptReadings:
             return []  # it has ended
         self._flights[reading].remove(flight)
         try:
-            landed = reading.land(flight.sent)
+            landed = reading.land(flight.forward)
         except (ExoNodeError, *CONTENT_FAULTS) as fault:
             if not isinstance(fault, ExoNodeError) and is_failed_command(str(fault)):
                 raise
@@ -141,7 +140,7 @@ class PromptReadings:
             return outcomes
         if reading.state.draft is not None:
             mx.async_eval(reading.state.draft.arrays())
-        state = reading.mark(flight.sent)
+        state = reading.mark(flight.forward)
         if state is not None and request.uses_cache:
             self._prefixes.keep(request.path, state, self._live_bytes())
         request.rows = sent_rows

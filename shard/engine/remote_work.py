@@ -20,7 +20,7 @@ class RemoteWork(Flight):
     """`last_chunk`: its last row gives the first token. `log`: rounds that are repeated."""
     trip: Trip
     plan: RoundPlan | None = None
-    """Of a round."""
+    """The plan of a round."""
     drafts: RowDrafts | None = None
     """The drafts that a round copies."""
     issued_at: float = 0.0

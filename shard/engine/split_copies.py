@@ -27,12 +27,12 @@ class SplitCopies:
         """`own`: the copies that the first stage computes exactly, by what is measured now."""
         self.own = own
         self._costs = CostTable()
-        """Of rounds from their first row to their verdict, so with all stages and links."""
+        """Seconds of rounds from their first row to their verdict, through all stages and links."""
         self._plain = RoundPolicy(self._costs)
         self._policies: dict[Request, RoundPolicy] = {}
         """The policy of each request for which the stages agreed on lengths, or on none."""
         self._timed: tuple[Request, int, int, float] | None = None
-        """What `timed` recorded last, until it is learned."""
+        """The last round that `timed` recorded, until its seconds are learned."""
 
     def should_ask(self, request: Request) -> bool:
         """Whether the other stages are to be asked now, at a request's first copy."""

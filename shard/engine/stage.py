@@ -153,8 +153,8 @@ class StageWorker:
         try:
             data = self._compute(block, requests)
         except FORWARD_FAULTS as fault:
-            if (gone := device_lost(fault, keeps_chunk=self._keeps_chunk)) is not None:
-                raise gone from fault
+            if (device_fault := device_lost(fault, keeps_chunk=self._keeps_chunk)) is not None:
+                raise device_fault from fault
             lost = [r for r in self._rounds.groups.forget(requests) if not r.has_ended]
             for request in lost:
                 self._drop(request.key[0])
@@ -194,10 +194,10 @@ class StageWorker:
             request.rows, request.open_rows = request.rows + kept_rows, 0
         return request
 
-    def agree_on_copies(self, key: Key, asked: ExactCopies) -> ExactCopies:
+    def agree_on_copies(self, key: Key, copies: ExactCopies) -> ExactCopies:
         """The copies of a request that this stage computes exactly, too; its rounds may have these
         lengths from now on. Raises InvalidFrame for an old attempt, PeerLost without a state."""
-        request, agreed = self._request(key, opens=False), asked.with_stage(self.copies.exact)
+        request, agreed = self._request(key, opens=False), copies.with_stage(self.copies.exact)
         request.copies = agreed.lengths
         return agreed
 

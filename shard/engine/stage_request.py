@@ -55,9 +55,9 @@ class StageRequest:
         if not self.open_rows and kept_rows is None:
             return 0
         if not self.open_rows or kept_rows is None or kept_rows > self.open_rows:
-            given = "absent" if kept_rows is None else str(kept_rows)
+            value = "absent" if kept_rows is None else str(kept_rows)
             raise InvalidFrame(
-                f"hidden.members.kept_rows is {given} where {self.open_rows} rows of request "
+                f"hidden.members.kept_rows is {value} where {self.open_rows} rows of request "
                 f"{self.key[0]} may be taken back",
                 param="hidden.members.kept_rows",
             )

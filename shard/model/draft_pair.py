@@ -68,7 +68,7 @@ class DraftPair(NamedTuple):
 
 
 Head = DraftHead | BlockDrafter | DraftPair
-"""What may draft for a model."""
+"""A drafter of a model, or a pair of them."""
 
 
 def own_head(head: Head | None) -> DraftHead | None:

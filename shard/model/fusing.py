@@ -231,14 +231,14 @@ def _trials() -> _Trials:
     MLX stores compiled functions for later processes, by their operations. The number in each of
     these makes it another function.
     """
-    found = list[tuple[Path, mx.array]]()
+    functions = list[tuple[Path, mx.array]]()
     for compiler in filter(None, map(shutil.which, ("g++", *OTHERS))):
         path = Path(compiler).resolve()
         identity = f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}"
         number = 1.0 + zlib.crc32(identity.encode()) / 2**32
         fused = mx.compile(lambda a, n=number: mx.sigmoid(a) * a * n)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
-        found.append((Path(compiler), fused(mx.zeros((8,)))))
-    return found
+        functions.append((Path(compiler), fused(mx.zeros((8,)))))
+    return functions
 
 
 def _fault(compiler: Path, result: mx.array) -> str:

@@ -183,7 +183,7 @@ class StageModel:
 
     @property
     def cache_indices(self) -> Sequence[int]:
-        """Which of the whole model's caches the own layers have."""
+        """Indices, in the whole model's caches, of those of the own layers."""
         return range(len(self._fresh_caches())) if self._is_whole else self._own_caches
 
     @property

@@ -1,5 +1,5 @@
 """Text models of mlx-vlm whose caches are plain ones, as mlx-lm's classes of multimodal models have
-them: nothing of their layers is written anew."""
+them: their layers are used as they are."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -23,9 +23,9 @@ class ExactCopies:
     lengths: Sequence[int] = ()
     """Copied tokens of a round, ascending."""
     verify_s: Sequence[float] = (0.0,)
-    """Of a plain row, then of a round of each length."""
+    """Seconds of a plain row, then of a round of each length."""
     removal_s: Sequence[float] = ()
-    """Of taking rows back, by length."""
+    """Seconds in which rows are taken back, for each length."""
     reason: str = ""
     """Why there is no length, if there is none."""
 
@@ -41,7 +41,7 @@ class ExactCopies:
         verify_s: Sequence[float],
         removal_s: Sequence[float],
     ) -> Self:
-        """Those of `lengths` that are `exact`. The seconds are those of all `lengths`."""
+        """The `exact` ones of `lengths`. The seconds are those of all `lengths`."""
         plain, *verify = verify_s
         places = [place for place, length in enumerate(lengths) if length in exact]
         return cls(
@@ -76,7 +76,7 @@ class ExactCopies:
 
     @classmethod
     def from_wire(cls, query: pb.CopyQuery) -> Self:
-        """Of a query that `check_copies` accepted."""
+        """Reads a query that `check_copies` accepted."""
         return cls(
             tuple(query.lengths), tuple(query.verify_s), tuple(query.removal_s), query.reason
         )

@@ -102,7 +102,7 @@ class Runner:
         self._stage: StageService | None = None
         self._disk: PrefixDisk | None = None
         self._read_key = ""
-        """Of a runner that reads for others only: see `shared_prefix_key`."""
+        """The key of a runner that reads for others only: see `shared_prefix_key`."""
         self._prompts = PromptEncoder()
         self._fence = EpochFence(self._spec.stage)
         self._report = StateReport(self._spec, parent, self._compute, self._fence)

@@ -44,7 +44,7 @@ def attempts_of(spec: pb.StageSpec, loaded: Loaded) -> Attempts:
 
 
 def fusing_key(spec: pb.StageSpec, loaded: Loaded) -> str:
-    """What decides which functions MLX compiles for this stage."""
+    """The key of the functions that MLX compiles for this stage."""
     return repr((_key(spec, loaded), version("exo-node"), spec.first_layer, spec.end_layer))
 
 

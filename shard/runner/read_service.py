@@ -19,7 +19,7 @@ from ..checkpoint.prefix_files import PrefixReceiver, ReceivedPrefix
 from ..engine.compute import ComputeThread
 from ..engine.layer_engine import ReadsLayers
 from ..engine.prefixes.encoding import CONTENT_FAULTS, DeviceBytes
-from ..engine.reading.layer_rows import Wanted
+from ..engine.reading.layer_rows import Selection
 from ..engine.reading.views import VIEW_FAULTS
 from ..engine.request import Request
 from ..model.stage_limits import StageLimits
@@ -28,7 +28,7 @@ from .prefix_exchange import cut
 from .refusal import Context, refuse
 
 PULSE_S: Final = 1.0
-"""Seconds after which a reader says that it lives, if it has nothing to return."""
+"""Seconds between the empty replies of a reader that has nothing to return."""
 ADMITTED_S: Final = 2.0
 """Seconds after which a prompt is refused that finds no room beside those in progress here."""
 MOST_READS: Final = 4
@@ -63,7 +63,7 @@ class ReadService(peer_pb2_grpc.ReadingServicer):
     async def _read(
         self, requests: AsyncIterator[pb.ReadRequest]
     ) -> AsyncGenerator[pb.ReadReply, None]:
-        """What each forward adds to the layers. Raises ExoNodeError. Its end frees the layers."""
+        """The results of each forward. Raises ExoNodeError. Its end frees the layers."""
         begin = (await anext(requests, pb.ReadRequest())).begin
         self._check(begin)
         self._reads += 1
@@ -129,7 +129,7 @@ class _Reading:
         self._ahead = asyncio.Semaphore(BLOCKS_AHEAD)
         self._loop = asyncio.get_running_loop()
         self._replies: asyncio.Queue[pb.ReadReply | BaseException] = asyncio.Queue()
-        """Those of at most BLOCKS_AHEAD forwards."""
+        """The replies of at most BLOCKS_AHEAD forwards, or the error that ends them."""
         self._files = ThreadPoolExecutor(1, "read-files")
         self._request: Request | None = None
         self._began_at = time.monotonic()
@@ -189,11 +189,11 @@ class _Reading:
                 await self._on_compute(add)
 
     async def _prefix(self, requests: AsyncIterator[pb.ReadRequest]) -> ReceivedPrefix:
-        begin, wanted = self._begin, Wanted(0, self._begin.rows, True, 0)
+        begin, selection = self._begin, Selection(0, self._begin.rows, True, 0)
         form = await self._on_compute(
             partial(self._engine.layer_form, begin.first_layer, begin.end_layer)
         )
-        receiver = PrefixReceiver(form.bytes(wanted), partial(form.check, wanted))
+        receiver = PrefixReceiver(form.bytes(selection), partial(form.check, selection))
         async for message in requests:
             if not message.HasField("prefix"):
                 raise InvalidFrame("the state after the first rows is missing", param="prefix")

@@ -19,7 +19,7 @@ from ..checkpoint.files import Buffer
 from ..checkpoint.prefix_files import PrefixReceiver, ReceivedPrefix
 from ..engine.compute import ComputeThread
 from ..engine.prefixes.encoding import DeviceBytes
-from ..engine.reading.layer_rows import LayerForm, Wanted
+from ..engine.reading.layer_rows import LayerForm, Selection
 from ..engine.reading.link import LayerRange, ReadOutcome, ReadTrip
 from ..engine.request import Parameters
 from ..model.stage_limits import StageLimits
@@ -40,9 +40,9 @@ class _Forward:
     trip: ReadTrip
     block: HiddenBlock
     data: Callable[[], bytes]
-    """Gives the block's on another thread."""
-    wanted: Wanted
-    """Of the last reader."""
+    """Makes the block's bytes, on another thread."""
+    selection: Selection
+    """The part that the last reader returns."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +52,7 @@ class _Call:
     source: pb.Reader
     unsent: "asyncio.Queue[_Forward]" = field(default_factory=asyncio.Queue)
     forwards: deque[_Forward] = field(default_factory=deque[_Forward])
-    """Those that it has not returned, unsent ones included."""
+    """The forwards that it has not returned, unsent ones included."""
     task: "asyncio.Task[None] | None" = None
 
 
@@ -94,8 +94,8 @@ class RemoteReaders:
         self.outcome.nodes = [call.source.source.node for call in self._calls]
         _ = self._loop.call_soon_threadsafe(self._open, begin, states)
 
-    def send(self, block: HiddenBlock, data: Callable[[], bytes], wanted: Wanted) -> ReadTrip:
-        forward = _Forward(ReadTrip(), block, data, wanted)
+    def send(self, block: HiddenBlock, data: Callable[[], bytes], selection: Selection) -> ReadTrip:
+        forward = _Forward(ReadTrip(), block, data, selection)
         _ = self._loop.call_soon_threadsafe(self._pass_on, 0, forward)
         return forward.trip
 
@@ -191,9 +191,9 @@ class RemoteReaders:
                     raise PeerLost(f"it returned nothing within {FORWARD_S:.0f} s")
                 continue
             forward, form = call.forwards[0], self._forms[number]
-            wanted = self._wanted(number, forward)
+            selection = self._selection(number, forward)
             receiver = receiver or PrefixReceiver(
-                form.bytes(wanted), partial(form.check, wanted), DeviceBytes.of
+                form.bytes(selection), partial(form.check, selection), DeviceBytes.of
             )
             feeding = self._loop.run_in_executor(None, receiver.feed, reply.data)
             self.outcome.other_kind |= reply.other_kind
@@ -205,16 +205,16 @@ class RemoteReaders:
                 returned_at = time.monotonic()
                 self._take(number, call.forwards.popleft(), received)
 
-    def _wanted(self, number: int, forward: _Forward) -> Wanted:
+    def _selection(self, number: int, forward: _Forward) -> Selection:
         is_last = number == len(self._calls) - 1
-        return forward.wanted if is_last else forward.wanted._replace(hidden=forward.block.rows)
+        return forward.selection if is_last else forward.selection.with_all_hidden()
 
     def _take(self, number: int, forward: _Forward, received: ReceivedPrefix) -> None:
         self.outcome.bytes += received.size
         trip = forward.trip
         trip.results.append(received)
         if number < len(self._calls) - 1:
-            hidden, size = received.content_of("hidden"), Wanted(0, 0, False, forward.block.rows)
+            hidden, size = received.content_of("hidden"), Selection(0, 0, False, forward.block.rows)
             if len(hidden) != self._forms[number].bytes(size):
                 raise ValueError("its hidden states have another size")
             forward.data = partial(bytes, hidden)

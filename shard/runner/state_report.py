@@ -82,7 +82,7 @@ class StateReport:
         self._steps_of_load = 0
         self._kept_at = 0.0
         self.fusing: LaterFusing | None = None
-        """What a look carries on, if anything."""
+        """The compilation that each report continues, if there is one."""
 
     def progress(self, progress: pb.LoadProgress) -> None:
         """Reports a step of the load. Any thread."""

@@ -117,7 +117,7 @@ class WorkerService(StageService):
 
     def _answer_copies(self, frame: pb.Frame, incoming: Incoming) -> None:
         """Answers a query for copies: passes on those that this stage computes exactly, too."""
-        key, asked = (frame.request, int(frame.attempt)), ExactCopies.from_wire(frame.copies)
+        key, copies = (frame.request, int(frame.attempt)), ExactCopies.from_wire(frame.copies)
 
         def finished(future: "Future[ExactCopies]") -> None:
             if (fault := future.exception()) is not None:
@@ -126,7 +126,7 @@ class WorkerService(StageService):
             frame.copies.CopyFrom(future.result().to_wire())
             self._following.send([frame])
 
-        self._compute_then(lambda: self._worker.agree_on_copies(key, asked), finished)
+        self._compute_then(lambda: self._worker.agree_on_copies(key, copies), finished)
 
     def _apply(self, frame: pb.Frame, incoming: Incoming) -> None:
         """Releases or renews a request here, and then at the next stages."""

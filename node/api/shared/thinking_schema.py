@@ -108,11 +108,11 @@ def thinking_options(
     """
     variables = {} if kwargs is None else kwargs.values()
     own = (variables.pop(name, None) for name in _SWITCHES)
-    given = [switch for switch in (*switches, *own) if switch is not None]
+    settings = [switch for switch in (*switches, *own) if switch is not None]
     level = variables.pop(_EFFORT, None)
     options = {
         "effort": effort or level,
-        "thinking": all(given) if given else None,
+        "thinking": all(settings) if settings else None,
         "budget": budget or None,
     }
     options = {name: value for name, value in options.items() if value is not None}

@@ -62,8 +62,8 @@ class Borders:
         """Rows after which all stages last cached the state."""
 
     def at(self, rows: int, is_worth: Callable[[int], bool]) -> "pb.Border.ValueType":
-        """Whether the state after `rows` rows is cached. `is_worth`: whether it may be, so many
-        rows after the last one."""
+        """Whether the state after `rows` rows is cached. `is_worth`: whether it may be, by
+        the number of rows after the last one."""
         if rows not in self._inner:
             return pb.BORDER_UNSPECIFIED
         if rows not in self._always and not is_worth(rows - self.last):

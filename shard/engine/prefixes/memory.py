@@ -282,7 +282,7 @@ def is_worth_caching(caches: Sequence[Any], rows: int) -> bool:
 
 
 def is_worth(state_bytes: int, row_bytes: int, rows: int) -> bool:
-    """The same of a state and rows of so many bytes."""
+    """The same, of a state's bytes and those of the keys and values of `rows` rows."""
     return rows >= STATE_EVERY or state_bytes <= row_bytes
 
 

@@ -1,4 +1,4 @@
-"""Some layers of a prompt that another runner answers: what they compute, and what it gets."""
+"""Some layers of a prompt that another runner answers: their forwards, and the files for it."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,11 +14,11 @@ from ...model.tensors import DTYPES
 from ...pipeline.frames import HiddenBlock
 from ..prefixes.encoding import DeviceBytes
 from ..states.state import State
-from .layer_rows import LayerForm, LayerParts, Wanted, content_of, extended
+from .layer_rows import LayerForm, Selection, content_of, extended
 from .views import LayerViews, PartReader
 
 Deliver = Callable[[Iterator[Buffer]], None]
-"""Takes the file of what a forward added; see `content_of`."""
+"""Takes the file of a forward's results; see `content_of`."""
 
 
 class LayerRead(PartReader):
@@ -43,7 +43,9 @@ class LayerRead(PartReader):
         self._blocks = deque[tuple[HiddenBlock, DeviceBytes]]()
         self.state = State(self._part.make_caches())
         if prefix is not None:
-            self._restore(prefix, begin.rows)
+            parts = self._form.read(prefix, Selection(0, begin.rows, True, 0))
+            caches = extended(self.state.caches, [parts], self._part.make_caches(), begin.rows)
+            self.state = State(caches, begin.rows)
 
     @property
     def waits(self) -> bool:
@@ -88,19 +90,14 @@ class LayerRead(PartReader):
         block, _ = self._blocks.popleft()
         begin = self.state.rows
         self.state.rows = end = begin + block.rows
-        wanted = wanted_of(block, hidden=self._returns_hidden)
-        self._deliver(content_of(self.state.caches, wanted, output.hidden))
-        assert end == wanted.end
-
-    def _restore(self, prefix: ReceivedPrefix, rows: int) -> None:
-        parts: LayerParts = self._form.read(prefix, Wanted(0, rows, True, 0))
-        caches = self.state.caches
-        self.state = State(extended(caches, [parts], self._part.make_caches(), rows), rows)
+        selection = selection_of(block, hidden=self._returns_hidden)
+        self._deliver(content_of(self.state.caches, selection, output.hidden))
+        assert end == selection.end
 
 
-def wanted_of(block: HiddenBlock, *, hidden: bool) -> Wanted:
-    """What a reader returns of a block. `hidden`: whether the hidden states of all rows, or only of
-    a prompt's last."""
+def selection_of(block: HiddenBlock, *, hidden: bool) -> Selection:
+    """The part of a block's results that its reader returns. `hidden`: whether it has the hidden
+    states of all rows, or only of a prompt's last."""
     is_last, begin = block.reply == pb.REPLY_LAST, block.members[0].position
     states = is_last or block.border != pb.BORDER_UNSPECIFIED
-    return Wanted(begin, begin + block.rows, states, block.rows if hidden else int(is_last))
+    return Selection(begin, begin + block.rows, states, block.rows if hidden else int(is_last))

@@ -32,38 +32,42 @@ Rows: TypeAlias = tuple[str, int, int]
 """Dtype, heads and size of an array of rows."""
 
 
-class Wanted(NamedTuple):
-    """What is wanted of the forward over the rows [begin, end)."""
+class Selection(NamedTuple):
+    """The part of a forward's results that is sent: those of the rows [begin, end)."""
 
     begin: int
     end: int
     states: bool
-    """Whether the states after its last row are, of caches that are not divided by rows."""
+    """Whether it has the states after the last row, of caches that are not divided by rows."""
     hidden: int
-    """Rows, the last ones, whose hidden states are."""
+    """Number of last rows whose hidden states it has."""
+
+    def with_all_hidden(self) -> "Selection":
+        """The selection from a reader whose hidden states another one continues with."""
+        return self._replace(hidden=self.end - self.begin)
 
 
 class LayerParts(NamedTuple):
-    """What one forward added to the caches of some layers."""
+    """The rows and states that one forward added to the caches of some layers."""
 
     rows: Sequence[LayerRows | None]
-    """By cache; None where it is not divided by rows."""
+    """The rows of each cache; None where it is not divided by rows."""
     states: Sequence[Any]
-    """Of those caches, in order; empty if none were wanted."""
+    """The states of those other caches, in order; empty if none were selected."""
     hidden: mx.array | None
     """(1, n, H)"""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerForm:
-    """What the caches of some layers look like, whatever prompt they are of."""
+    """Dtypes and shapes of some layers' caches, which are the same for every prompt."""
 
     rows: tuple[tuple[Rows, ...] | None, ...]
-    """By cache: its arrays of rows; None where it is not divided by rows."""
+    """The arrays of rows of each cache; None where it is not divided by rows."""
     quantised: tuple[tuple[int, int] | None, ...]
-    """By cache: group size and bits."""
+    """Group size and bits of each cache; None if it is not quantised."""
     states: tuple[Any, ...]
-    """Of the other caches: a `_Window`, or the dtype and shape of each array."""
+    """A `_Window`, or the dtype and shape of each array, of each other cache."""
     hidden: tuple[str, int]
     """Dtype and size of a hidden state."""
     context_length: int
@@ -97,19 +101,16 @@ class LayerForm:
         """Upper bound of the bytes of the states after a row."""
         return sum(map(_state_bytes, self.states))
 
-    def bytes(self, wanted: Wanted) -> int:
-        """Upper bound of the bytes of what is wanted."""
-        of_rows, of_states = self.row_bytes, self.state_bytes if wanted.states else 0
+    def bytes(self, selection: Selection) -> int:
+        """Upper bound of the bytes of a selection."""
+        state_bytes = self.state_bytes if selection.states else 0
         dtype, size = self.hidden
-        return (
-            of_rows * (wanted.end - wanted.begin)
-            + of_states
-            + wanted.hidden * size * _ITEM_BYTES[dtype]
-        )
+        row_bytes = self.row_bytes * (selection.end - selection.begin)
+        return row_bytes + state_bytes + selection.hidden * size * _ITEM_BYTES[dtype]
 
-    def check(self, wanted: Wanted, description: Mapping[str, Any]) -> None:
+    def check(self, selection: Selection, description: Mapping[str, Any]) -> None:
         """Checks a file's description. Raises ValueError, or a parser's error."""
-        if (description["begin"], description["end"]) != (wanted.begin, wanted.end):
+        if (description["begin"], description["end"]) != (selection.begin, selection.end):
             raise ValueError("it has other rows than were asked for")
         if len(description["rows"]) != len(self.rows):
             raise ValueError("it is of other layers")
@@ -121,33 +122,33 @@ class LayerForm:
             if part is None or form is None:
                 continue
             own = None if part["quantised"] is None else tuple(part["quantised"])
-            room_fits = type(part["room"]) is int and wanted.end <= part["room"] <= most
+            room_fits = type(part["room"]) is int and selection.end <= part["room"] <= most
             if len(part["names"]) != len(form) or own != quantised or not room_fits:
                 raise ValueError("the rows of a layer have another form")
             names += part["names"]
-        if len(description["states"]) != (len(self.states) if wanted.states else 0):
+        if len(description["states"]) != (len(self.states) if selection.states else 0):
             raise ValueError("it has other states than were asked for")
-        if ("hidden" in description["tensors"]) != (wanted.hidden > 0):
+        if ("hidden" in description["tensors"]) != (selection.hidden > 0):
             raise ValueError("it has other hidden states than were asked for")
         if len(set(names)) < len(names):
             raise ValueError("two layers have the same rows")
 
-    def read(self, received: ReceivedPrefix, wanted: Wanted) -> LayerParts:
-        """Compute thread: what a file has whose description was checked. Frees it. Raises one of
-        `encoding.CONTENT_FAULTS` for what has another form."""
+    def read(self, received: ReceivedPrefix, selection: Selection) -> LayerParts:
+        """Compute thread: the content of a file whose description was checked. Frees the file.
+        Raises one of `encoding.CONTENT_FAULTS` for content of another form."""
         try:
             rows, states, hidden = read_parts(received)
         finally:
             received.free()
-        count = wanted.end - wanted.begin
+        count = selection.end - selection.begin
         for part, form in zip(rows, self.rows, strict=True):
             if part is not None and form is not None:
                 _require(part.arrays, [(d, (1, h, count, size)) for d, h, size in form])
-        for state, form in zip(states, self.states if wanted.states else (), strict=True):
-            _require_state(state, form, wanted.end)
+        for state, form in zip(states, self.states if selection.states else (), strict=True):
+            _require_state(state, form, selection.end)
         if hidden is not None:
             dtype, size = self.hidden
-            _require([hidden], [(dtype, (1, wanted.hidden, size))])
+            _require([hidden], [(dtype, (1, selection.hidden, size))])
         return LayerParts(rows, states, hidden)
 
 
@@ -159,19 +160,21 @@ class _Window(NamedTuple):
     values: Rows
 
 
-def content_of(caches: Sequence[Any], wanted: Wanted, hidden: mx.array | None) -> Iterator[Buffer]:
-    """Compute thread: the file of what `caches` have of a forward, in pieces that other threads
-    make; the first one waits for the device, this thread does not.
+def content_of(
+    caches: Sequence[Any], selection: Selection, hidden: mx.array | None
+) -> Iterator[Buffer]:
+    """Compute thread: the file of a selection from `caches`, in pieces that other threads make; the
+    first one waits for the device, this thread does not.
 
-    `hidden` (1, n, H): of its rows, the last of which are sent if they are wanted.
+    `hidden` (1, n, H): the hidden states of a forward that ends with the selection's last row.
     """
-    span = Span.of(caches, wanted.begin, wanted.end)
-    states = [c.state for c in caches if not holds_rows(c)] if wanted.states else []
-    own = None if hidden is None or not wanted.hidden else hidden[:, -wanted.hidden :]
+    span = Span.of(caches, selection.begin, selection.end)
+    states = [c.state for c in caches if not holds_rows(c)] if selection.states else []
+    own = None if hidden is None or not selection.hidden else hidden[:, -selection.hidden :]
     described, stored = described_parts(span, states, own)
 
     def pieces() -> Iterator[Buffer]:
-        ends = {"begin": wanted.begin, "end": wanted.end}
+        ends = {"begin": selection.begin, "end": selection.end}
         yield from pieces_of(described | ends, stored(), lambda: None)
 
     return pieces()
@@ -180,8 +183,8 @@ def content_of(caches: Sequence[Any], wanted: Wanted, hidden: mx.array | None) -
 def extended(
     caches: Sequence[Any], parts: Sequence[LayerParts], fresh: Sequence[Any], end: int
 ) -> list[Any]:
-    """`caches` with what forwards added, the last of which ends at row `end`. `fresh`: empty ones;
-    they become those whose states came with it. Raises ValueError."""
+    """`caches` with the parts of forwards, the last of which ends at row `end`. `fresh`: empty
+    caches, which take the states that came with it. Raises ValueError."""
     _require_finite(parts)
     states, grown = list(parts[-1].states)[::-1], list[Any]()
     columns = zip(*(each.rows for each in parts), strict=True)
@@ -202,9 +205,9 @@ class CacheMark(NamedTuple):
     """A cache as it is after a forward, while later forwards write to it."""
 
     room: int
-    """Of a cache that is divided by rows."""
+    """The room of a cache that is divided by rows."""
     copy: Any
-    """Of another one; None if it was not copied."""
+    """The copy of another cache; None if it was not copied."""
 
     @classmethod
     def of(cls, cache: Any, *, copies: bool) -> "CacheMark":

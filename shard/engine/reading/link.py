@@ -9,7 +9,7 @@ from ....proto import peer_pb2 as pb
 from ...checkpoint.files import Buffer
 from ...checkpoint.prefix_files import ReceivedPrefix
 from ...pipeline.frames import HiddenBlock
-from .layer_rows import LayerForm, Wanted
+from .layer_rows import LayerForm, Selection
 
 
 class LayerRange(NamedTuple):
@@ -24,7 +24,7 @@ class ReadTrip:
     """One forward over a prompt on its way through all readers."""
 
     results: list[ReceivedPrefix] = field(default_factory=list[ReceivedPrefix])
-    """What each reader returned, in the order of its layers."""
+    """The file that each reader returned, in the order of its layers."""
     fault: ExoNodeError | None = None
     """Why they return no more."""
     is_back: bool = False
@@ -53,7 +53,7 @@ class Readers(Protocol):
 
     outcome: ReadOutcome
     layers: Sequence[LayerRange]
-    """Of each reader in order; the last ends with the model."""
+    """The layers of each reader, in order; the last one's end with the model's."""
 
     def open(
         self,
@@ -69,10 +69,10 @@ class Readers(Protocol):
         """
         ...
 
-    def send(self, block: HiddenBlock, data: Callable[[], bytes], wanted: Wanted) -> ReadTrip:
+    def send(self, block: HiddenBlock, data: Callable[[], bytes], selection: Selection) -> ReadTrip:
         """Sends the next forward's rows. `data`: gives those of `block` on another thread, which
-        waits for the device, or raises NumericError. `wanted`: of the last reader; the others
-        return the hidden states of all rows."""
+        waits for the device, or raises NumericError. `selection`: the part that the last
+        reader returns; the others return the hidden states of all rows."""
         ...
 
     def close(self) -> None:

@@ -26,8 +26,8 @@ from ...pipeline.frames import BlockMember, HiddenBlock
 from ..prefixes.borders import Borders
 from ..prefixes.memory import is_worth
 from ..states.state import DraftState, State
-from .layer_read import wanted_of
-from .layer_rows import CacheMark, LayerParts, Wanted, as_marked, content_of, extended
+from .layer_read import selection_of
+from .layer_rows import CacheMark, LayerParts, Selection, as_marked, content_of, extended
 from .link import Readers, ReadTrip
 from .views import LayerViews, PartReader
 
@@ -41,7 +41,7 @@ class SentForward:
     """A forward whose rows the readers have."""
 
     end: int
-    wanted: Wanted
+    selection: Selection
     own: Sequence[CacheMark]
     """The own layers' caches after it."""
     trip: ReadTrip
@@ -53,7 +53,7 @@ class LandedForward(NamedTuple):
     begin: int
     end: int
     output: ForwardOutput | None
-    """Of the whole model; None where it is not needed."""
+    """The whole model's output; None where it is not needed."""
 
 
 class _Mark(NamedTuple):
@@ -79,9 +79,8 @@ class SharedReading:
         name: tuple[str, int],
     ) -> None:
         """`state`: the whole one, after the rows of a cached prefix. `ends`: the row after each
-        forward over `prompt`. `borders`: the states that may
-        be worth caching. `name`: the request's, and its attempt. Raises one of `views.VIEW_FAULTS`.
-        """
+        forward over `prompt`. `borders`: the states that may be worth caching. `name`: the
+        request's, and its attempt. Raises one of `views.VIEW_FAULTS`."""
         self._views, self._readers, self._prompt = views, readers, prompt
         self._borders, self._name = borders, name
         self.state = state
@@ -97,10 +96,10 @@ class SharedReading:
         self._own, self._theirs = lower.cache_indices, [part.cache_indices for part in parts]
         self._fresh = [part.make_caches for part in parts]
         self._forms = [views.form(*layers) for layers in readers.layers]
-        self._sent = deque[SentForward]()
+        self._under_way = deque[SentForward]()
         self._landed: list[list[LayerParts]] = [[] for _ in parts]
-        """By reader: what came back, and is in no cache yet. Joined where a state is wanted: every
-        time all rows are copied."""
+        """The parts of each reader that came back and are in no cache yet. They are joined where a
+        whole state is needed, since joining copies all rows."""
         self._mark = self._marked(self._marks(range(len(state.caches))))
         begin = pb.ReadBegin(
             tokens=prompt,
@@ -124,7 +123,7 @@ class SharedReading:
     @property
     def has_room(self) -> bool:
         """Whether another forward may be sent now."""
-        return len(self._sent) < len(self._theirs) + AHEAD
+        return len(self._under_way) < len(self._theirs) + AHEAD
 
     def send(
         self, begin: int, end: int, hidden: mx.array, delta: int, places: tuple[int, ...]
@@ -153,42 +152,42 @@ class SharedReading:
             places=places,
             border=border,
         )
-        wanted = wanted_of(block, hidden=self.state.draft is not None)
-        own = [CacheMark.of(cache, copies=wanted.states) for cache in caches]
-        sent = SentForward(end, wanted, own, self._readers.send(block, data, wanted))
-        self._sent.append(sent)
-        return sent
+        selection = selection_of(block, hidden=self.state.draft is not None)
+        own = [CacheMark.of(cache, copies=selection.states) for cache in caches]
+        forward = SentForward(end, selection, own, self._readers.send(block, data, selection))
+        self._under_way.append(forward)
+        return forward
 
-    def land(self, sent: SentForward) -> LandedForward:
+    def land(self, forward: SentForward) -> LandedForward:
         """Takes what the readers returned of the first forward under way. Raises ExoNodeError or
         one of `encoding.CONTENT_FAULTS`; then `alone` has the state to continue with."""
-        assert sent is self._sent[0]
-        if sent.trip.fault is not None:
-            raise sent.trip.fault
-        hidden, wanted = None, sent.wanted
-        for number, received in enumerate(sent.trip.results):
+        assert forward is self._under_way[0]
+        if forward.trip.fault is not None:
+            raise forward.trip.fault
+        hidden, selection = None, forward.selection
+        for number, received in enumerate(forward.trip.results):
             is_last = number == len(self._theirs) - 1
-            whole = wanted if is_last else wanted._replace(hidden=wanted.end - wanted.begin)
-            self._landed[number].append(self._forms[number].read(received, whole))
+            own = selection if is_last else selection.with_all_hidden()
+            self._landed[number].append(self._forms[number].read(received, own))
             hidden = self._landed[number][-1].hidden
-        if sent.end == len(self._prompt) or self._is_whole(sent):
-            self._join(sent.end)
-        self.state.rows = sent.end
-        _ = self._sent.popleft()
+        if forward.end == len(self._prompt) or self._is_whole(forward):
+            self._join(forward.end)
+        self.state.rows = forward.end
+        _ = self._under_way.popleft()
         output = None
-        if wanted.hidden and hidden is not None:
-            ids = self._prompt[sent.end - wanted.hidden : sent.end]
-            want: Want = "last" if sent.end == len(self._prompt) else "none"
+        if selection.hidden and hidden is not None:
+            ids = self._prompt[forward.end - selection.hidden : forward.end]
+            want: Want = "last" if forward.end == len(self._prompt) else "none"
             output = self._views.output(ids, hidden, want)
-        return LandedForward(wanted.begin, sent.end, output)
+        return LandedForward(selection.begin, forward.end, output)
 
-    def mark(self, sent: SentForward) -> State | None:
-        """The whole state after a forward that has landed, to be cached; None where states after it
-        were not wanted and some cache needs one."""
-        if not self._is_whole(sent):
+    def mark(self, forward: SentForward) -> State | None:
+        """The whole state after a forward that has landed, to be cached; None where the readers did
+        not return a state that some cache needs."""
+        if not self._is_whole(forward):
             return None
         theirs = {index for indices in self._theirs for index in indices}
-        marks = dict(zip(self._own, sent.own, strict=True))
+        marks = dict(zip(self._own, forward.own, strict=True))
         marks |= {index: CacheMark.of(self.state.caches[index], copies=True) for index in theirs}
         self._mark = self._marked([marks[index] for index in sorted(marks)])
         return self.alone()
@@ -205,9 +204,9 @@ class SharedReading:
             draft.cache = as_marked(draft.cache, mark.draft_room, draft.rows)
         return replace(self.state, caches=caches, rows=mark.rows, draft=draft)
 
-    def _is_whole(self, sent: SentForward) -> bool:
+    def _is_whole(self, forward: SentForward) -> bool:
         """Whether the state after a forward is here, once it has landed."""
-        return sent.wanted.states or all(holds_rows(cache) for cache in self.state.caches)
+        return forward.selection.states or all(holds_rows(cache) for cache in self.state.caches)
 
     def _join(self, end: int) -> None:
         """Adds what has landed to the readers' layers' caches, up to row `end`. Raises one of
@@ -241,7 +240,7 @@ class SharedReading:
         rows = self.state.rows
         for indices in self._theirs if rows else ():
             caches = [self.state.caches[index] for index in indices]
-            yield content_of(caches, Wanted(0, rows, True, 0), None)
+            yield content_of(caches, Selection(0, rows, True, 0), None)
 
 
 def reading_fault(fault: Exception) -> str:

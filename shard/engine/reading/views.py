@@ -48,7 +48,7 @@ class LayerViews:
         self.part: Callable[[int, int], StageModel] = cache(self._part)
         """The layers [first, end). Raises one of VIEW_FAULTS."""
         self.form: Callable[[int, int], LayerForm] = cache(self._form)
-        """What their caches look like. Raises likewise."""
+        """The form of their caches. Raises likewise."""
 
     @property
     def num_layers(self) -> int:
@@ -66,8 +66,8 @@ class LayerViews:
         return self._hidden_size
 
     def output(self, ids: Sequence[int], hidden: mx.array, want: Want) -> ForwardOutput:
-        """What the whole model's forward over a prompt gives, of its layers' `hidden` (1, n, H) of
-        `ids`; lazy."""
+        """The output of the whole model's forward over a prompt, from the last layer's `hidden`
+        (1, n, H) of `ids`; lazy."""
         assert self._target is not None
         if isinstance(self._target, WholeTarget):
             row = as_row(ids[-1:])[None]

@@ -175,7 +175,7 @@ class Scanner(ABC):
             yield ValuePart(text, self._take(length))
 
     def _break(self) -> None:
-        """Makes the section one without whole calls, up to the text that ends sections; it is over
+        """Makes the section one without whole calls, up to the text that ends sections; it ends
         at once if no call has begun in it."""
         self.is_broken = True
         self.is_over = not self._calls

@@ -62,7 +62,7 @@ class Report:
     checks: tuple[Check, ...]
     seconds: float
     kernels: "tuple[KernelChoice, ...]" = ()
-    """What computes the layers and why: which rows and keys of a part agree, or what it costs."""
+    """The kernels of the layers and why: which rows and keys of a part agree, or what it costs."""
 
     @property
     def verdict(self) -> Verdict:
