@@ -31,9 +31,6 @@ PLAIN_TRIAL_ROUNDS: Final = 8
 """Rounds of a trial of K = 0: the first is not evaluated ahead, and the median counts."""
 WAKE_ROUNDS: Final = 64
 """Rounds of drafting over which the head's reading before them is amortised."""
-MAX_SHARED_LENGTH: Final = 15
-"""Copied tokens of a round that is shared: a kernel that keeps states has one after each of 16
-rows, from which requests may keep different numbers of rows."""
 
 
 @dataclass(slots=True)
@@ -160,7 +157,7 @@ class RoundPolicy:
         """The same for requests that share rounds, and copies in place of up to `head` drafts of
         the head. `ratios`: by (requests, length).
         """
-        self.shared_lengths = sorted(n for n in lengths if n <= MAX_SHARED_LENGTH)
+        self.shared_lengths = sorted(lengths)
         self._exact_head = head
         for length in self.shared_lengths:
             sizes = [size for size, each in ratios if each == length]

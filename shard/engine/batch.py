@@ -9,6 +9,7 @@ from ...mtp.batch_verdict import RowDrafts
 from ...mtp.caches.batch_slots import order_of
 from ...mtp.caches.rollback import cache_arrays
 from ...mtp.drafting.round_policy import RoundPolicy
+from ...mtp.families.taped_gated_delta import MAX_STATE_ROWS
 from ...mtp.seams import as_row
 from ...mtp.targets import Target
 from ...mtp.types import Round
@@ -187,7 +188,8 @@ class Batch:
     def state_rows(self) -> int:
         """Rows of all requests whose states may be in memory; those of the next round replace
         them."""
-        return len(self.requests) * (self._rows + self.in_flight)
+        rows = self._rows if self._rows <= MAX_STATE_ROWS else 1
+        return len(self.requests) * (rows + self.in_flight)
 
     @property
     def _caches(self) -> Sequence[object]:

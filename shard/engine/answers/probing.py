@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from ....mtp.batch_probe import SIZES, batch_identity, rows_to_probe, same_prompts
 from ....mtp.caches.batch_caches import can_batch
 from ....mtp.drafting.costs import interpolated
-from ....mtp.drafting.round_policy import MAX_SHARED_LENGTH
 from ....mtp.lookup_probe import measure_batch, measure_copies
 from ....mtp.part_probe import differing_part
 from ....mtp.pieces import Pieces
@@ -30,9 +29,7 @@ SHARED_DEPTHS = (3, 1)
 
 def sizes_of(length: int, most: int, rows: int = MAX_ROUND_ROWS) -> tuple[int, ...]:
     """The requests that are measured together with copies of `length` tokens: few, and as many as
-    may share a round of `rows` rows, `most` at most. None if such copies are never shared."""
-    if length > MAX_SHARED_LENGTH:
-        return ()
+    may share a round of `rows` rows, `most` at most. None if no two may."""
     largest = min(most, rows // (length + 1))
     return tuple(sorted({min(3, largest), largest})) if largest > 1 else ()
 

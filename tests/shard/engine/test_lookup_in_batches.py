@@ -21,7 +21,9 @@ from small import LAYERS, small_engine, small_spec
 
 from exo_node.mtp.drafting.acceptance import Acceptance
 from exo_node.mtp.drafting.lookup import NO_MATCH, Match, SuffixIndex
-from exo_node.mtp.types import Sampling
+from exo_node.mtp.families.taped_gated_delta import MAX_STATE_ROWS
+from exo_node.mtp.types import MAX_ROUND_ROWS, Sampling
+from exo_node.shard.engine import executor
 from exo_node.shard.engine.answers.lookup_control import NOT_EXACT_TOGETHER
 from exo_node.shard.engine.answers.text_engine import TextEngine
 from exo_node.shard.engine.batch import Batch
@@ -231,8 +233,7 @@ def test_without_a_head_plain_rounds_run_ahead_until_an_index_matches(
 @both_ways
 @pytest.mark.parametrize("length", STATE_LENGTHS)
 def test_where_kernels_keep_states(length: int, ahead: bool) -> None:
-    """With the CPU twin of the kernel. Beyond its rows no request of a batch could keep fewer than
-    another, so longer copies are for requests that are alone."""
+    """With the CPU twin of the kernel."""
     served = kernel_engine(runs_ahead=ahead)
     force(served.lookup, FixedLength(length))
     readers = [
@@ -247,9 +248,41 @@ def test_where_kernels_keep_states(length: int, ahead: bool) -> None:
         assert tuple(reader.ids) == answer(kernel_engine(batching=False), bare).ids
     copies = [r for reader in readers for r in reader.rounds if r.is_copied]
     shared = [r for r in copies if r.forward.batch > 1]
-    assert copies and bool(shared) == (length == 3)
-    assert {r.forward.rows for r in copies} == {length + 1}
+    # More than two have no room for 32 rows each: copies take the place of the head's two drafts.
+    assert {r.forward.rows for r in copies} == ({4} if length == 3 else {3, 32})
     assert length > 3 or {r.accepted for r in shared} > {0, 3}
+
+
+@both_ways
+def test_two_requests_keep_different_rows_of_longer_copies_than_have_states(
+    ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The states that their rounds do not leave are no room for the next ones either."""
+    served, state_rows = kernel_engine(runs_ahead=ahead), list[int]()
+
+    def room(row_bytes: int, freed: int) -> int:
+        state_rows.append(freed // row_bytes)
+        return MAX_ROUND_ROWS
+
+    options = {"top_logprobs": 0, "max_tokens": 120}
+    requests = [repeating(n, 0, places=(9 * n, 30), **options) for n in (1, 2)]
+    bare = {"prompt_lookup": False, "drafting_reason": "a test"}
+    expected = [answer(kernel_engine(batching=False), changed(each, **bare)) for each in requests]
+    monkeypatch.setattr(executor, "rows_with_room", room)
+    force(served.lookup, FixedLength(31))
+    readers = [Reader(each) for each in requests]
+    together(served, readers)
+    shared = [
+        r
+        for reader in readers
+        for r in reader.rounds
+        if (r.forward.batch, r.forward.rows) == (2, 32)
+    ]
+    kept = {r.accepted for r in shared if r.is_copied}
+    assert min(kept) < MAX_STATE_ROWS < max(kept) and max(state_rows) < 8
+    for reader, alone in zip(readers, expected, strict=True):
+        got = [entry for r in reader.rounds for entry in r.logprobs]
+        assert got == [entry for r in alone.rounds for entry in r.logprobs] and len(got) == 120
 
 
 def by_copied_batch(x: mx.array, rows: int) -> float:
