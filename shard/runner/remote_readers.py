@@ -1,6 +1,7 @@
 """The calls to the readers of one prompt that this runner answers."""
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,8 @@ from ..engine.request import Parameters
 from ..model.stage_limits import StageLimits
 from ..pipeline.frames import HiddenBlock, cut
 from .prefix_exchange import chunks_of, connected, reason_of
+
+log = logging.getLogger(__name__)
 
 SILENCE_S: Final = 5.0
 """Seconds without a word after which a reader is lost. The first one waits for a small model."""
@@ -229,7 +232,10 @@ class RemoteReaders:
         fault = None if task.cancelled() else task.exception()
         if fault is None or isinstance(fault, (asyncio.InvalidStateError, grpc.RpcError)):
             return  # the stream ended while `_write` used it; `_read` gets the reason
-        self._fail(fault if isinstance(fault, ExoNodeError) else PeerLost(reason_of(fault)))
+        if not isinstance(fault, ExoNodeError):
+            log.error("a call to a reader failed here", exc_info=fault)
+            fault = PeerLost(reason_of(fault))
+        self._fail(fault)
 
     def _fail(self, fault: ExoNodeError) -> None:
         self._fault = self._fault or fault

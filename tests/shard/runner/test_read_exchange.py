@@ -383,7 +383,7 @@ def _failing_file(*_: object) -> Iterator[bytes]:
 
 
 def test_a_cached_state_that_cannot_be_sent_is_read_alone(
-    runners: list[Runner], monkeypatch: pytest.MonkeyPatch
+    runners: list[Runner], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its file is made on another thread, before anything comes back."""
 
@@ -393,6 +393,8 @@ def test_a_cached_state_that_cannot_be_sent_is_read_alone(
         longer = [*PROMPT, *words(CHUNK * 4, 3)]
         stats = await target.ask([reader(sources[0])], 1, longer)
         assert "rows alone: of the device" in stats.read_reason
+        (logged,) = [each.exc_info for each in caplog.records if each.exc_info]
+        assert logged[0] is RuntimeError, "a defect would be found by its traceback"
         await until_free(runners[0])
 
     play(story, runners[0].reading)
