@@ -63,7 +63,7 @@ def cache_of(layer: Any, past: int, batch: int = 1) -> KVCache:
         return cache
     shape = (batch, layer.num_key_value_heads, past, layer.head_dim)
     arrays = [mx.random.normal(shape, key=mx.random.key(i)).astype(dtype) for i in (1, 2)]
-    poison = mx.full((*shape[:2], 24, shape[3]), float("nan"), dtype=dtype)
+    poison = mx.full((*shape[:2], 72, shape[3]), float("nan"), dtype=dtype)
     cache.keys, cache.values = (mx.concatenate([each, poison], axis=2) for each in arrays)
     cache.offset = past
     return cache
