@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import cast
+from typing import Final, cast
 
 import mlx.core as mx
 
@@ -22,6 +22,9 @@ from ..engine.attempts import Attempts
 from ..engine.prefixes.disk import PrefixDisk
 from ..kernels.install import used
 from ..model.load import Loaded
+
+_SOFTWARE: Final = ("exo-node", "mlx", "mlx-lm")
+"""Packages that decide bits and costs: a new version is measured again."""
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +48,7 @@ def attempts_of(spec: pb.StageSpec, loaded: Loaded) -> Attempts:
 
 def fusing_key(spec: pb.StageSpec, loaded: Loaded) -> str:
     """The key of the functions that MLX compiles for this stage."""
-    return repr((_key(spec, loaded), version("exo-node"), spec.first_layer, spec.end_layer))
+    return repr((_key(spec, loaded), spec.first_layer, spec.end_layer))
 
 
 def prefix_disk_of(spec: pb.StageSpec, loaded: Loaded) -> PrefixDisk | None:
@@ -77,8 +80,8 @@ def shared_prefix_key(spec: pb.StageSpec, loaded: Loaded) -> str:
         log.warning("states are not shared with other replicas: %s", fault)
         return ""
     key = _key(spec, loaded)
-    model = FORMAT, _prefix_parts(spec, replace(key, device="", mlx=""), weights)
-    machine = key.device, key.mlx, _processor()
+    model = FORMAT, _prefix_parts(spec, replace(key, device="", software=""), weights)
+    machine = key.device, key.software, _processor()
     return reading_key(_hash(model), _hash(machine), any_kind=spec.reads_any)
 
 
@@ -119,6 +122,6 @@ def _key(spec: pb.StageSpec, loaded: Loaded) -> DraftProfileKey:
         device=str(info.get("device_name", mx.default_device())),
         checkpoint=loaded.fingerprint + (f", drafter {drafter}" if drafter else ""),
         dtype=spec.dtype + (f", caches of {bits} bits" if bits else ""),
-        mlx=" ".join((version("mlx"), version("mlx-lm"), *used(loaded.kernels))),
+        software=" ".join((*map(version, _SOFTWARE), *used(loaded.kernels))),
         draft_vocabulary=spec.draft_vocabulary,
     )

@@ -1,8 +1,8 @@
 """Measurements of a model on this machine, which outlive restarts in one small file.
 
 Costs and acceptance for adaptive drafting, `greedy_identity`, `batch_identity`, and copied drafts.
-The key of a profile names everything that decides them: device, checkpoint, dtype and
-kernels (versions of MLX and mlx-lm). A profile holds no text and no token.
+The key of a profile names everything that decides them: device, checkpoint, dtype, kernels, and the
+versions of exo-node, MLX and mlx-lm. A profile holds no text and no token.
 """
 
 import hashlib
@@ -41,7 +41,8 @@ class DraftProfileKey:
     device: str
     checkpoint: str
     dtype: str
-    mlx: str
+    software: str
+    """Versions, and names of the kernels that are used."""
     draft_vocabulary: int
 
     @property

@@ -32,7 +32,7 @@ def test_a_profile_is_what_was_saved(tmp_path: Path) -> None:
     assert (again.prior.counts, again.prior.hits) == (saved.prior.counts, saved.prior.hits)
 
 
-@pytest.mark.parametrize("change", [{"device": "other"}, {"dtype": "float32"}, {"mlx": "1"}])
+@pytest.mark.parametrize("change", [{"device": "other"}, {"dtype": "float32"}, {"software": "1"}])
 def test_another_device_dtype_or_version_has_a_profile_of_its_own(
     tmp_path: Path, change: dict[str, Any]
 ) -> None:

@@ -167,6 +167,23 @@ def test_what_decides_a_states_bits_decides_the_shared_key(
     assert _shared_key(copies[0], **changes) not in ("", _shared_key(copies[0]))
 
 
+@pytest.mark.parametrize("package", ["exo-node", "mlx", "mlx-lm"])
+def test_a_new_version_of_what_decides_bits_is_measured_again(
+    package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def file() -> str:
+        spec = pb.StageSpec(profile_folder=str(tmp_path), num_stages=1, dtype="float32")
+        loaded: Any = SimpleNamespace(fingerprint="headers", kernels=(), head=None)
+        return persistent_files.profile_of(spec, loaded).key.file
+
+    def newer(name: str) -> str:
+        return "9" if name == package else versions(name)
+
+    before, versions = file(), persistent_files.version
+    monkeypatch.setattr(persistent_files, "version", newer)
+    assert file() != before
+
+
 def test_copies_on_another_kind_of_machine_may_read_if_both_allow_it(
     copies: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
