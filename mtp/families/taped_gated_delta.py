@@ -205,10 +205,10 @@ class TapedGatedDelta(TapedLayer):
                 has_choice = start[1].ndim > state.ndim
                 return RowChoice(*start).arrays() if has_choice else list(start[:2])
             if len(tape) == 1:
-                kept = _one_of(tape[0], count - 1)
+                earlier = _one_of(tape[0], count - 1)
             else:
-                kept = state_after(row_ends(count, state.shape[0]))
-            return [window[:, count : count + width], kept]
+                earlier = state_after(row_ends(count, state.shape[0]))
+            return [window[:, count : count + width], earlier]
 
         def choose(at: mx.array) -> RowChoice:
             return RowChoice(window, tape[0], at)

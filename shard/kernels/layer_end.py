@@ -28,9 +28,12 @@ from .trial import (
 
 MAX_ROWS: Final = 16
 """The most rows of all sequences together: more are no faster than in launches of their own."""
-_THREADS: Final = 128
+_WARPS: Final = 4
 _RING_ROWS: Final = 4
 """The most rows that fit into the ring with the weights."""
+_STAGES: Final = {True: (3, 2, 3), False: (6, 3, 6)}
+"""Stages of the rings of o, of gate and up, and of down, with x in the ring or without: what three
+blocks of an H200's multiprocessor have room for."""
 _NORM_STEP: Final = 1024
 """A norm's numbers that a block reads at a time, up to eight times."""
 _TRIAL_CALLS: Final = 256
@@ -68,7 +71,7 @@ class LayerEnd:
         return kernel(
             [as_rows(mixed), as_rows(x), norm.weight, *arrays, zeros],
             (blocks, 1, 1),
-            _THREADS,
+            32 * _WARPS,
             [
                 (x.shape, dtype),
                 *(((rows, wide), dtype) for wide in (width, width, inner)),
@@ -93,8 +96,8 @@ def end_of(layer: Any, o: Any) -> LayerEnd | str:
     if width % _NORM_STEP or width > 8 * _NORM_STEP:
         return f"it has {width} numbers, not a multiple of {_NORM_STEP} up to {8 * _NORM_STEP}"
     inputs = [each.weight.shape[1] * 32 // storage.bits for each in products]
-    if any(size < 4 * storage.step for size in inputs):
-        return f"a product has {min(inputs)} inputs, not {4 * storage.step}"
+    if any(size < _WARPS * storage.step for size in inputs):
+        return f"a product has {min(inputs)} inputs, fewer than {_WARPS * storage.step}"
     return LayerEnd(storage, norm.eps)
 
 
@@ -121,7 +124,7 @@ def choose_end(layers: list[Any], o_of: Callable[[Any], Any], clock: Clock) -> K
         return zeros.pop()
 
     def traced(forward: Callable[[Any, mx.array, mx.array, mx.array], mx.array]) -> Run:
-        """As the layers are, since the host's time counts."""
+        """Traces an end of each layer, as decoder layers are traced: the host's time counts."""
         traces = [mx.compile(partial(forward, layer)) for layer in layers[:TRIAL_LAYERS]]
         return lambda rows, at: (
             traces[at % len(traces)](mixed[:, :rows], x[:, :rows], unused_zeros()),
@@ -155,17 +158,17 @@ def _kernel(
 
     `parts`: those of the inputs of o, of gate and up, and of down.
     """
-    is_small, stages = rows <= _RING_ROWS, (3, 2, 3) if rows <= _RING_ROWS else (6, 3, 6)
+    is_small = rows <= _RING_ROWS
     cuts = [
-        Cut(part, 4, 1 + (rows > 8), 1, rows if is_small else 0, stage)
-        for part, stage in zip(parts, stages, strict=True)
+        Cut(part, _WARPS, 1 + (rows > 8), 1, rows if is_small else 0, stage)
+        for part, stage in zip(parts, _STAGES[is_small], strict=True)
     ]
     most = [replace(cut, ring_rows=_RING_ROWS if is_small else 0) for cut in cuts]
-    return _made(storage, eps, tuple(most)), _shared_bytes(storage, cuts)
+    return _kernel_of(storage, eps, tuple(most)), _shared_bytes(storage, cuts)
 
 
 @cache
-def _made(storage: Storage, eps: float, cuts: tuple[Cut, ...]) -> CudaKernel:
+def _kernel_of(storage: Storage, eps: float, cuts: tuple[Cut, ...]) -> CudaKernel:
     names = [f"{part}_{name}" for name in _MATRICES for part in ("w", "s", "b")]
     o, gate, up, down = (f"{{w_{name}, s_{name}, b_{name}}}" for name in _MATRICES)
     types = ", ".join(storage.template(cut) for cut in cuts)

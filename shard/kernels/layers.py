@@ -69,8 +69,8 @@ class RowsLayer(nn.Module):
             return cast("Any", super()).__call__(x, mask, cache)
         if cast("Any", self).is_linear:
             recurrence = mixer.start_of(cache, batch, x.dtype)
-            *output, kept = self.before(x, *recurrence)
-            mixer.commit(cache, rows, recurrence, kept)
+            *output, results = self.before(x, *recurrence)
+            mixer.commit(cache, rows, recurrence, results)
         else:
             first = mixer.first_positions(cache, batch)
             wide, q, k, v, zeros = self.before(x, mixer.rope_positions(first))
@@ -85,8 +85,8 @@ class RowsLayer(nn.Module):
     ) -> Arrays:
         m = cast("Any", self)
         mixer = m.linear_attn
-        (out, zeros), kept = mixer.few_rows(m.input_layernorm(x), before, state, at)
-        return *self.rest(mixer.out_proj, out, x, zeros), kept
+        (out, zeros), results = mixer.few_rows(m.input_layernorm(x), before, state, at)
+        return *self.rest(mixer.out_proj, out, x, zeros), results
 
     def up_to_the_cache(self, x: mx.array, first: mx.array) -> Arrays:
         m = cast("Any", self)

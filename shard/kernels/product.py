@@ -20,8 +20,8 @@ MAX_ROWS = 64
 """The most rows of one forward, all sequences of a batch together."""
 _WARPS = 8
 _HALF_THE_WARPS: Final = range(4096, 8192 + 1)
-"""Sizes of rows that four warps share evenly. The bits of a product follow from its warps, so these
-follow from the size of a row alone: neither rows of x nor what a launch computes changes them."""
+"""Sizes of rows that four warps share evenly. The bits of a product follow from its parts, and
+their number from the size of a row alone: no rows of x nor a launch's other work changes it."""
 _MANY_FEATURES: Final = 12_288
 """From here on blocks of twice the features still occupy a GPU."""
 
@@ -140,13 +140,13 @@ class QuantizedProduct:
     ) -> tuple[CudaKernel, Cut, int]:
         """The kernel, its cut and the bytes of its shared memory."""
         key = (call, rows, features, inputs, outputs)
-        if (found := self._kernels.get(key)) is None:
+        if (entry := self._kernels.get(key)) is None:
             cut, matrices = self.storage.cut(call, rows, features, inputs), 1 + ("gated" in call)
             most = replace(cut, ring_rows=8 * (cut.ring_rows > 0))
             kernel = _quantized(self.storage, call, most, outputs)
-            found = kernel, cut, self.storage.shared_bytes(cut, matrices)
-            self._kernels[key] = found
-        return found
+            entry = kernel, cut, self.storage.shared_bytes(cut, matrices)
+            self._kernels[key] = entry
+        return entry
 
     def _product(self, call: str, x: mx.array, arrays: list[mx.array], features: int) -> mx.array:
         *before, inputs = x.shape

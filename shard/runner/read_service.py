@@ -167,7 +167,7 @@ class _Reading:
         """Any thread: returns the fault that ended a task or a thread's work, whatever it is, to
         the caller, which would wait for replies otherwise."""
         if not work.cancelled() and (fault := work.exception()) is not None:
-            self._put(fault)
+            self._enqueue(fault)
 
     async def _take(self, requests: AsyncIterator[pb.ReadRequest]) -> None:
         """Takes the state and the forwards that the caller sends."""
@@ -206,7 +206,7 @@ class _Reading:
         return await asyncio.wrap_future(self._compute.submit(work))
 
     def _start(self, prefix: ReceivedPrefix | None) -> Request:
-        self._request = self._engine.begin_read(self._begin, prefix, self._deliver, self._put)
+        self._request = self._engine.begin_read(self._begin, prefix, self._deliver, self._enqueue)
         return self._request
 
     def _deliver(self, pieces: Iterator[Buffer]) -> None:
@@ -215,10 +215,10 @@ class _Reading:
     def _send(self, pieces: Iterator[Buffer]) -> None:
         """Makes the replies of a forward, on a thread of its own."""
         for data in cut(pieces):
-            self._put(pb.ReadReply(data=data))
-        self._put(pb.ReadReply(ends=True, other_kind=self._other_kind))
+            self._enqueue(pb.ReadReply(data=data))
+        self._enqueue(pb.ReadReply(ends=True, other_kind=self._other_kind))
 
-    def _put(self, reply: pb.ReadReply | BaseException) -> None:
+    def _enqueue(self, reply: pb.ReadReply | BaseException) -> None:
         _ = self._loop.call_soon_threadsafe(self._replies.put_nowait, reply)
 
     def _end(self) -> None:
