@@ -161,10 +161,8 @@ def _programs() -> Path:
 def built(text: str) -> Path:
     """The program of a text that includes the emulator, compiled once on a machine."""
     digest = hashlib.sha256(text.encode())
-    for path in map(Path, re.findall(r'#include "(/[^"]+)"', text)):
-        digest.update(path.read_bytes())
-        for name in re.findall(r'#include "(\w+\.cuh)"', path.read_text()):
-            digest.update((path.parent / name).read_bytes())
+    for path in re.findall(r'#include "(/[^"]+)"', text):
+        digest.update(Path(path).read_bytes())
     program = _programs() / digest.hexdigest()
     if not program.exists():
         folder = Path(tempfile.mkdtemp(dir=program.parent))
@@ -194,7 +192,8 @@ def _ran(
     subprocess.run([str(program), *arguments], cwd=folder, check=True)
     made: list[mx.array] = []
     for name, shape, dtype in outputs:
-        kind: Any = np.uint16 if dtype in (mx.bfloat16, mx.float16) else np.uint32
+        kind: Any = np.float32 if dtype == mx.float32 else np.uint16
         bits: Any = np.fromfile(folder / f"{name}.out", dtype=kind)
-        made.append(mx.reshape(mx.array(bits).view(dtype), shape))
+        raw = mx.array(bits)
+        made.append(mx.reshape(raw if dtype == mx.float32 else raw.view(dtype), shape))
     return made

@@ -85,11 +85,3 @@ def product_case(weights: Weights, *, rows: int) -> tuple[nn.Module, mx.array, m
     x = mx.random.normal((1, rows, weights.inputs)).astype(weights.dtype)
     with mx.stream(mx.cpu):  # a GPU would multiply float32 in TF32
         return layer, x, x.astype(mx.float32) @ stored.T
-
-
-def exact_norm(norm: Any, x: mx.array) -> mx.array:
-    """An `nn.RMSNorm` whose bits no order of adding changes: MLX's on a CPU is not its CUDA one."""
-    wide = x.astype(mx.float64)
-    squares = mx.mean(wide * wide, axis=-1, keepdims=True)
-    scaled = mx.multiply(wide, mx.rsqrt(squares + norm.eps))
-    return mx.multiply(scaled.astype(x.dtype), norm.weight)

@@ -13,7 +13,6 @@ from mlx import nn
 
 from exo_node.mtp.families.taped_gated_delta import TapedGatedDelta
 from exo_node.shard.kernels import gated_delta, kernel_choice
-from exo_node.shard.kernels.cuda import ARRIVALS
 
 
 class PlainGatedDelta:
@@ -34,7 +33,7 @@ class PlainGatedDelta:
         state: mx.array,
         at: mx.array | None = None,
         ends: mx.array | None = None,
-    ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    ) -> tuple[mx.array, mx.array, mx.array]:
         self.rows_seen.append(qkv.shape[1])
         if at is not None and state.ndim == 5:
             state = state[at[0], mx.arange(qkv.shape[0])]
@@ -52,7 +51,7 @@ class PlainGatedDelta:
         after = mx.stack(states)
         if ends is not None:
             after = after[ends - 1, mx.arange(qkv.shape[0])]
-        return mx.concatenate(ys, axis=1), window, after, mx.zeros(*ARRIVALS)
+        return mx.concatenate(ys, axis=1), window, after
 
     def recurrence(
         self,

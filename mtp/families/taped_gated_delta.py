@@ -26,7 +26,7 @@ LayerStart = tuple[mx.array, mx.array, mx.array]
 v dim, k dim) and `start_rows`."""
 Recurrence = Callable[..., tuple[mx.array, mx.array]]
 """(q, k, v, a, b, the state before) -> rows and the state after them."""
-LayerOutput = tuple[tuple[mx.array, mx.array], tuple[mx.array, ...]]
+LayerOutput = tuple[mx.array, tuple[mx.array, ...]]
 """The results of `TapedGatedDelta.few_rows`."""
 
 
@@ -63,10 +63,9 @@ class DeltaKernel(Protocol):
         state: mx.array,
         at: mx.array | None = None,
         ends: mx.array | None = None,
-    ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-        """Up to MAX_STATE_ROWS rows: y (B, n, v heads, D), the convolution's rows (B, 3 + n, C),
-        the state after each row (n, B, v heads, D, D), and zeros (4,) uint32 in which the blocks of
-        the launch behind it count themselves.
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """Up to MAX_STATE_ROWS rows: y (B, n, v heads, D), the convolution's rows (B, 3 + n, C)
+        and the state after each row (n, B, v heads, D, D).
 
         `before`: the convolution's last 3 rows. `state`: the recurrence's state (B, v heads, D, D).
         Or both are results of an earlier call, and `at` (2, B) int32 gives for each sequence the
@@ -141,7 +140,7 @@ class TapedGatedDelta(TapedLayer):
             if rows > MAX_ROLLBACK_ROWS:
                 return self._rows(inputs, cache, self._by_kernel)
             start = self.start_of(cache, inputs.shape[0], inputs.dtype)
-            (out, _), output = self.few_rows(inputs, *start)
+            out, output = self.few_rows(inputs, *start)
             self.commit(cache, rows, start, output)
             return self.out_proj(out)
         if rows == 1 or rows > MAX_ROLLBACK_ROWS:
@@ -173,19 +172,17 @@ class TapedGatedDelta(TapedLayer):
     ) -> LayerOutput:
         """Computes up to MAX_ROLLBACK_ROWS rows from the arrays of `start_of`.
 
-        Returns (B, n, v heads v dim) for `out_proj` and the kernel's zeros. And for `commit` the
-        convolution's rows with those before them, and its last ones; the last state; and what a
-        rollback needs: the state after each row, or of more than MAX_STATE_ROWS rows what the
-        kernel reads of them.
+        Returns (B, n, v heads v dim) for `out_proj`, and for `commit` the convolution's rows with
+        those before them, and its last ones; the last state; and what a rollback needs: the state
+        after each row, or of more than MAX_STATE_ROWS rows what the kernel reads of them.
         """
         assert self.kernel is not None
         batch, rows, _ = inputs.shape
         projected, is_many = self.project(inputs), rows > MAX_STATE_ROWS
         ends = row_ends(rows, batch) if is_many else None
-        results = self.kernel.rows(*projected, before, self.fixed, state, at, ends)
-        out, window, after, zeros = results
+        out, window, after = self.kernel.rows(*projected, before, self.fixed, state, at, ends)
         tape = (after, *projected) if is_many else (_one_of(after, rows - 1), after)
-        return (out.reshape(batch, rows, -1), zeros), (window, window[:, rows:], *tape)
+        return out.reshape(batch, rows, -1), (window, window[:, rows:], *tape)
 
     def commit(
         self,

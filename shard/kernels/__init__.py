@@ -14,7 +14,6 @@ gated_delta.py: the recurrence of a gated delta layer, and the layer around it
 install.py: installs all of them in a loaded model
 kernel_choice.py: chooses the CUDA kernel of each layer
 key_sets.py: measures up to how many rows and keys attention has the bits of single rows
-layer_end.py: a decoder layer behind its attention or recurrence in one launch
 layers.py: decoder layers that are traced once for each number of rows
 own_keys.py: attention of a few rows, each over the keys of its single step
 product.py: products of a few rows with dense weights and those of 4 and 8 bits

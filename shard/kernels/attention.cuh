@@ -14,12 +14,11 @@ constexpr int KEYS = 64;  // a chunk
 template <int D, int TURNED, class T>
 __device__ __forceinline__ void prepare(const T* wide, const T* k, const T* v, const T* q_norm,
                                         const T* k_norm, const float* fixed, const int* first,
-                                        T* q_out, T* k_out, T* v_out, unsigned* arrivals,
-                                        int rows, int heads, int key_heads) {
+                                        T* q_out, T* k_out, T* v_out, int rows, int heads,
+                                        int key_heads) {
   constexpr int WARPS = D / 32, HALF = TURNED / 2;
   __shared__ float part[WARPS], row[D];
   const int d = threadIdx.x, m = blockIdx.y, n = blockIdx.z, all = blockIdx.x;
-  if (all == 0 && m == 0 && n == 0 && d < 4) arrivals[d] = 0;
   const bool is_q = all < heads, is_v = all >= heads + key_heads;
   const int head = is_q ? all : is_v ? all - heads - key_heads : all - heads;
   const long long at = (long long)n * rows + m;

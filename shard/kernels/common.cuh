@@ -110,26 +110,6 @@ __device__ __forceinline__ unsigned nibbles_or(unsigned u, unsigned o) {
 __device__ __forceinline__ unsigned permute(unsigned a, unsigned b, unsigned s) {
   return __byte_perm(a, b, s);
 }
-// Returns once `enough` blocks have arrived at `count`; all that they wrote before can be read then.
-// They must be earlier blocks of the grid: a GPU starts blocks in their order, so those run already.
-__device__ __forceinline__ void wait_for(const unsigned* count, unsigned enough) {
-  if (threadIdx.x == 0) {
-    unsigned arrived = 0;
-    while (true) {
-      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(arrived) : "l"(count) : "memory");
-      if (arrived >= enough) break;
-      __nanosleep(32);
-    }
-  }
-  __syncthreads();
-}
-__device__ __forceinline__ void arrive(unsigned* count) {
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    atomicAdd(count, 1);
-  }
-}
 #endif
 
 }  // namespace exo

@@ -6,7 +6,6 @@ fraction of that, since a source includes only what it needs, and no time at all
 
 import ctypes
 import hashlib
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +16,6 @@ import mlx.core as mx
 
 from .code_store import load_code, private_folder, store_code
 
-_INCLUDE: Final = re.compile(r'#include "(\w+\.cuh)"')
 _LIBRARIES: Final = ("libnvrtc.so.13", "libnvrtc.so.12")
 
 
@@ -115,11 +113,10 @@ def includes() -> tuple[Path, ...]:
 
 
 def text_of(file: str, folder: Path) -> str:
-    """The source of a kernel file behind common.cuh and what it includes: it compiles by itself."""
+    """The source of a kernel file with common.cuh in front of it, which compiles by itself."""
     headers: Sequence[str] = ("cuda_bf16.h", "cuda_fp16.h")
-
-    def text(name: str) -> str:
-        source = (folder / name).read_text().replace("#pragma once", "")
-        return _INCLUDE.sub(lambda match: text(match[1]), source)
-
-    return "\n".join([*(f"#include <{name}>" for name in headers), text("common.cuh"), text(file)])
+    parts = [f"#include <{name}>" for name in headers]
+    parts += [
+        (folder / name).read_text().replace("#pragma once", "") for name in ("common.cuh", file)
+    ]
+    return "\n".join(parts)

@@ -32,8 +32,6 @@ _WORD: Final = 2**64 - 1
 _FACTOR: Final = 0xC6A4A7935BD1E995
 _INVERSE: Final = pow(_FACTOR, -1, 2**64)
 _SEED: Final = 0xC70F6907
-ARRIVALS: Final = ((4,), mx.uint32)
-"""Counts of blocks that have arrived, for the launch behind: zeros."""
 _SHARED: Final = "extern __shared__ __align__(128) unsigned char shared[];\n"
 
 Grid = tuple[int, int, int]

@@ -141,13 +141,12 @@ __device__ __forceinline__ void layer_rows(const T* qkv, const T* z, const T* b,
                                            const T* before, const T* kernel, const float* a_log,
                                            const T* dt_bias, const T* norm, const float* state,
                                            const int* at, const int* ends, T* y, T* window,
-                                           float* states, unsigned* arrivals, float eps, int batch, int rows, int k_heads,
+                                           float* states, float eps, int batch, int rows, int k_heads,
                                            int v_heads, int before_rows) {
   constexpr int MOST = 16, THREADS = D * D / 32, WARPS = THREADS / 32, EACH = D / 32;
   __shared__ __align__(16) T s[3][MOST][D];
   __shared__ float so[MOST][D], sg[MOST], sb[MOST];
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, j = tid % (D / 16);
-  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x < 4) arrivals[threadIdx.x] = 0;
   const int h = blockIdx.x, n = blockIdx.y, group = v_heads / k_heads, hk = h / group;
   const int row = tid / (D / 16) * 2, keys = k_heads * D, channels = 2 * keys + v_heads * D;
   float st[2][16];

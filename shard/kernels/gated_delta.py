@@ -7,7 +7,7 @@ import mlx.core as mx
 from mlx_lm.models.gated_delta import compute_g, gated_delta_ops
 
 from ...mtp.families.taped_gated_delta import start_rows
-from .cuda import ARRIVALS, TYPES, CudaKernel
+from .cuda import TYPES, CudaKernel
 
 _IN = ("qkv", "z", "b", "a", "before", "kernel", "a_log", "dt_bias", "norm", "state", "at")
 
@@ -71,7 +71,7 @@ class GatedDelta:
         state: mx.array,
         at: mx.array | None = None,
         ends: mx.array | None = None,
-    ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    ) -> tuple[mx.array, mx.array, mx.array]:
         (batch, rows, channels), s = qkv.shape, self._sizes
         arrays = [qkv, z, b, a, before, *layer.arrays(state)]
         arrays.append(start_rows(batch) if at is None else at)
@@ -79,7 +79,7 @@ class GatedDelta:
         if ends is not None:
             kernel, count = self._many_rows, ()
             arrays.append(ends)
-        y, window, states, arrivals = kernel(
+        y, window, states = kernel(
             arrays,
             (s.v_heads, batch, 1),
             s.size * s.size // 32,
@@ -87,10 +87,9 @@ class GatedDelta:
                 ((batch, rows, s.v_heads, s.size), s.dtype),
                 ((batch, 3 + rows, channels), s.dtype),
                 ((*count, *state.shape[-4:]), mx.float32),
-                ARRIVALS,
             ],
         )
-        return y, window, states, arrivals
+        return y, window, states
 
     def recurrence(
         self,
@@ -119,10 +118,10 @@ def _layer_kernel(sizes: Sizes, *, many: bool) -> CudaKernel:
     return CudaKernel(
         f"gated_delta_{kind}_{label}",
         f"exo::layer_rows<{size}, {str(many).lower()}>(qkv, z, b, a, before, kernel, a_log, "
-        f"dt_bias, norm, state, at, {ends}, y, window, states, arrivals, {eps}, qkv_shape[0], "
-        f"qkv_shape[1], (qkv_shape[2] / {size} - z_shape[2]) / 2, z_shape[2], before_shape[1])",
+        f"dt_bias, norm, state, at, {ends}, y, window, states, {eps}, qkv_shape[0], qkv_shape[1], "
+        f"(qkv_shape[2] / {size} - z_shape[2]) / 2, z_shape[2], before_shape[1])",
         (*_IN, "ends") if many else _IN,
-        ("y", "window", "states", "arrivals"),
+        ("y", "window", "states"),
         file="gated_delta.cuh",
     )
 

@@ -109,7 +109,7 @@ def _recurrence_runs(
 
     def ours(rows: int, layer: int) -> Sequence[mx.array]:
         q, w, u, v = (x[:, :rows] for x in (qkv, z, b, a))
-        y, _, states, _ = kernel.rows(q, w, u, v, before, parameters[layer], state)
+        y, _, states = kernel.rows(q, w, u, v, before, parameters[layer], state)
         return y, states[rows - 1]
 
     def stock(rows: int, layer: int) -> Sequence[mx.array]:
@@ -133,10 +133,10 @@ def _many_agree(
     """Whether _MANY rows in one launch are bit for bit those in two. It also compiles them."""
     qkv, z, b, a, before, state = _random_inputs(sizes, _MANY)
     ends, ys = row_ends(_MANY, 1), list[mx.array]()
-    y, _, last, _ = kernel.rows(qkv, z, b, a, before, layer, state, ends=ends)
+    y, _, last = kernel.rows(qkv, z, b, a, before, layer, state, ends=ends)
     for rows in (slice(MAX_STATE_ROWS), slice(MAX_STATE_ROWS, _MANY)):
         q, w, u, v = (x[:, rows] for x in (qkv, z, b, a))
-        few, window, states, _ = kernel.rows(q, w, u, v, before, layer, state)
+        few, window, states = kernel.rows(q, w, u, v, before, layer, state)
         before, state = window[:, -3:], states[-1]
         ys.append(few)
     same = mx.array_equal(y, mx.concatenate(ys, axis=1)) & mx.array_equal(last, state)

@@ -15,7 +15,6 @@ from ...mtp.caches.rollback import TapedCache, cache_arrays
 from ...mtp.families.taped_gated_delta import TapedGatedDelta
 from .attention_choice import cache_with, random_past
 from .fused import RowsMLP
-from .layer_end import LayerEnd, choose_end
 from .product import MAX_ROWS, sum_with
 from .row_attention import KernelAttention, heads_of
 from .trial import (
@@ -50,9 +49,7 @@ class RowsLayer(nn.Module):
 
     before: Callable[..., Arrays]
     """`up_to_the_cache` or `with_the_recurrence`, traced; `trace` sets it and `after`."""
-    after: Callable[[mx.array, mx.array, mx.array], Arrays]
-    end: LayerEnd | None = None
-    """All behind the attention or recurrence in one launch."""
+    after: Callable[[mx.array, mx.array], Arrays]
     hands_over: bool = False
     """Whether the GPU starts on the graph so far while Python builds the layers after this one.
 
@@ -73,8 +70,8 @@ class RowsLayer(nn.Module):
             mixer.commit(cache, rows, recurrence, results)
         else:
             first = mixer.first_positions(cache, batch)
-            wide, q, k, v, zeros = self.before(x, mixer.rope_positions(first))
-            output = self.after(mixer.attend(wide, q, k, v, first, cache), x, zeros)
+            wide, q, k, v = self.before(x, mixer.rope_positions(first))
+            output = self.after(mixer.attend(wide, q, k, v, first, cache), x)
         y = self.finish(output)
         if self.hands_over and rows > 1:
             mx.async_eval(y)
@@ -85,22 +82,19 @@ class RowsLayer(nn.Module):
     ) -> Arrays:
         m = cast("Any", self)
         mixer = m.linear_attn
-        (out, zeros), results = mixer.few_rows(m.input_layernorm(x), before, state, at)
-        return *self.rest(mixer.out_proj, out, x, zeros), results
+        out, results = mixer.few_rows(m.input_layernorm(x), before, state, at)
+        return *self.rest(sum_with(mixer.out_proj, out, x)), results
 
     def up_to_the_cache(self, x: mx.array, first: mx.array) -> Arrays:
         m = cast("Any", self)
         return m.self_attn.project(m.input_layernorm(x), first)
 
-    def behind_the_cache(self, attended: mx.array, x: mx.array, zeros: mx.array) -> Arrays:
-        return self.rest(cast("Any", self).self_attn.o_proj, attended, x, zeros)
+    def behind_the_cache(self, attended: mx.array, x: mx.array) -> Arrays:
+        return self.rest(sum_with(cast("Any", self).self_attn.o_proj, attended, x))
 
-    def rest(self, o: nn.Module, mixed: mx.array, x: mx.array, zeros: mx.array) -> Arrays:
+    def rest(self, h: mx.array) -> Arrays:
         """The layer's result, or `finish`'s arrays: traced experts would round differently."""
         m = cast("Any", self)
-        if self.end is not None and self.end.takes(x):
-            return (self.end(o, mixed, x, zeros, m.post_attention_layernorm, m.mlp),)
-        h = sum_with(o, mixed, x)
         normed = m.post_attention_layernorm(h)
         return (m.mlp(normed, h),) if isinstance(m.mlp, RowsMLP) else (h, normed)
 
@@ -138,12 +132,6 @@ def mixer_of(layer: Any) -> Any:
     return layer.linear_attn if layer.is_linear else layer.self_attn
 
 
-def _product_behind(layer: Any) -> Any:
-    """The product behind a decoder layer's attention or recurrence."""
-    mixer = mixer_of(layer)
-    return mixer.out_proj if layer.is_linear else mixer.o_proj
-
-
 def trace_layers(modules: Sequence[nn.Module], clock: Clock) -> list[KernelChoice]:
     """Traces all kinds of layers or none. Call it last: traces contain all other kernels."""
 
@@ -157,14 +145,9 @@ def trace_layers(modules: Sequence[nn.Module], clock: Clock) -> list[KernelChoic
         return type(m), type(mixer), type(m.mlp), m.input_layernorm.weight.dtype
 
     groups = list(group_modules(modules, key).values())
-    choices = [
-        choose_end(layers, _product_behind, clock)
-        for layers in groups
-        if isinstance(layers[0].mlp, RowsMLP)
-    ]
     classes = {id(layer): type(layer) for layers in groups for layer in layers}
     trials = [_try_traced(layers, clock) for layers in groups]
-    used = pays(trials)
+    used, choices = pays(trials), list[KernelChoice]()
     for layers, trial in zip(groups, trials, strict=True):
         shape = "layer of gated delta" if layers[0].is_linear else "layer of attention"
         choices.append(choice("traced_layer", shape, trial, used=used and not trial.fault))

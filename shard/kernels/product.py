@@ -19,9 +19,10 @@ from .unpacked import Unpacking
 MAX_ROWS = 64
 """The most rows of one forward, all sequences of a batch together."""
 _WARPS = 8
+_STAGES = 2
 _HALF_THE_WARPS: Final = range(4096, 8192 + 1)
-"""Sizes of rows that four warps share evenly. The bits of a product follow from its parts, and
-their number from the size of a row alone: no rows of x nor a launch's other work changes it."""
+"""Sizes of rows that four warps share evenly. The bits of a product follow from its warps, so these
+follow from the size of a row alone: neither rows of x nor what a launch computes changes them."""
 _MANY_FEATURES: Final = 12_288
 """From here on blocks of twice the features still occupy a GPU."""
 
@@ -92,8 +93,7 @@ class Storage:
         tiles = 1 if experts or rows <= (8 if four else 16) else 2 if rows <= 16 else 4
         many = tiles == 4 or (tiles == 1 and four and features >= _MANY_FEATURES)
         in_ring = four and rows <= (8 if gated else 4)
-        wide = 2 if many and not gated else 1
-        return Cut(warps, warps, tiles, wide, rows if in_ring else 0)
+        return Cut(warps, tiles, 2 if many and not gated else 1, rows if in_ring else 0)
 
     def shared_bytes(self, cut: "Cut", matrices: int) -> int:
         """Bytes of a block's shared memory: the ring of each warp, later the sums of all."""
@@ -102,26 +102,19 @@ class Storage:
         row = pitch + 4 * max(2, self.step // self.group)
         x_row = 2 * self.step + (64 if small_units else 16)
         tall = 16 * cut.wide * matrices
-        ring = cut.warps * cut.stages * (tall * row + cut.ring_rows * x_row)
-        return max(ring, cut.parts * cut.tiles * 8 * tall * 4)
-
-    def template(self, cut: "Cut") -> str:
-        """The cut's type in CUDA."""
-        sizes = [cut.tiles, cut.wide, cut.parts, cut.warps, cut.stages, int(cut.ring_rows > 0)]
-        return f"exo::Cut<{', '.join(map(str, (self.bits, self.group, *sizes)))}>"
+        ring = cut.warps * _STAGES * (tall * row + cut.ring_rows * x_row)
+        return max(ring, cut.warps * cut.tiles * 8 * tall * 4)
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
     """How a product is cut into blocks: see `Cut` in quantized.cuh."""
 
-    parts: int
     warps: int
     tiles: int
     wide: int
     ring_rows: int
     """The rows of x that travel with the weights: all, or none."""
-    stages: int = 2
 
 
 class QuantizedProduct:
@@ -162,7 +155,7 @@ class QuantizedProduct:
 
     def __call__(self, x: mx.array, layer: Any, added: mx.array | None = None) -> mx.array:
         """The product; plus `added` if given, which has the shape of the result."""
-        arrays = arrays_of(layer)
+        arrays = _arrays(layer)
         features = arrays[0].shape[0]
         if added is None:
             return self._product("product", x, arrays, features)
@@ -170,15 +163,15 @@ class QuantizedProduct:
 
     def gated(self, x: mx.array, gate: Any, up: Any) -> mx.array:
         """silu(x gate) * (x up), for two layers of one shape."""
-        arrays = arrays_of(gate)
+        arrays = _arrays(gate)
         features = arrays[0].shape[0]
-        return self._product("gated", x, [*arrays, *arrays_of(up)], features)
+        return self._product("gated", x, [*arrays, *_arrays(up)], features)
 
     def several(self, x: mx.array, layers: Sequence[Any]) -> list[mx.array]:
         """The products with each of `layers`, in one launch."""
         *before, inputs = x.shape
         rows = math.prod(before)
-        weights = [arrays_of(layer) for layer in layers]
+        weights = [_arrays(layer) for layer in layers]
         features = [arrays[0].shape[0] for arrays in weights]
         kernel, cut, shared = self._kernel("several", rows, sum(features), inputs, len(layers))
         each = 16 * cut.wide
@@ -192,11 +185,11 @@ class QuantizedProduct:
 
     def experts(self, x: mx.array, layer: Any, chosen: mx.array) -> mx.array:
         """(.., e, N) of x (.., K) or (.., e, K) with the experts `chosen` (.., e)."""
-        return self._experts("experts", x, arrays_of(layer), chosen)
+        return self._experts("experts", x, _arrays(layer), chosen)
 
     def experts_gated(self, x: mx.array, gate: Any, up: Any, chosen: mx.array) -> mx.array:
         """silu(x gate) * (x up) with the experts `chosen`, shaped like `experts`."""
-        return self._experts("experts_gated", x, [*arrays_of(gate), *arrays_of(up)], chosen)
+        return self._experts("experts_gated", x, [*_arrays(gate), *_arrays(up)], chosen)
 
     def _experts(
         self, call: str, x: mx.array, arrays: list[mx.array], chosen: mx.array
@@ -217,8 +210,7 @@ def as_rows(x: mx.array) -> mx.array:
     return x if x.ndim == 3 else x.reshape(1, -1, x.shape[-1])
 
 
-def arrays_of(layer: Any) -> list[mx.array]:
-    """A quantised layer's arrays, in the order of `Stored` in quantized.cuh."""
+def _arrays(layer: Any) -> list[mx.array]:
     return [layer["weight"], layer["scales"], layer["biases"]]
 
 
@@ -257,15 +249,17 @@ def _quantized(storage: Storage, call: str, cut: Cut, outputs: int) -> CudaKerne
     experts, matrices = call.startswith("experts"), 1 + ("gated" in call)
     weight = "gw" if matrices == 2 else "w"
     rows = f"chosen_shape[0] / ({_ROWS})" if experts else _ROWS
+    sizes = [cut.tiles, cut.wide, cut.warps, _STAGES, int(cut.ring_rows > 0)]
+    numbers = [storage.bits, storage.group, *sizes]
     text = _CALLS[call].format(
-        cut=storage.template(cut),
+        cut=f"exo::Cut<{', '.join(map(str, numbers))}>",
         sizes=f"shared, {rows}, {weight}_shape[{int(experts)}], x_shape[2]",
         rows=_ROWS,
     )
     inputs, results, before = _INPUTS.get(call, ()), ("y",), ""
     if call == "several":
         before, inputs, results = _several_arrays(outputs, TYPES[storage.dtype])
-    name = f"{call}_{TYPES[storage.dtype]}_{storage.template(cut)}_{outputs}"
+    name = "_".join(map(str, (call, TYPES[storage.dtype], *numbers, outputs)))
     return CudaKernel(
         name,
         f"{before}exo::{text}",

@@ -1,7 +1,7 @@
 // Products of a few rows with quantised weights, w[n, k] = scale q + bias for each GROUP of 32, 64 or
 // 128 k, q of 4 or 8 bits as MLX's affine mode stores them. As in product.cuh weights are the A
-// operand of an mma: a row's bits do not depend on how many rows there are. They depend on PARTS
-// alone, so all else of a cut may follow the number of rows.
+// operand of an mma: a row's bits do not depend on how many rows there are. They depend on WARPS
+// alone, so TILES, WIDE and RING may follow the number of rows.
 //
 // 4 bits become numbers of T without arithmetic: BASE + q is the word of BASE with q in its low bits.
 // 8 bits are two such numbers, their halves. Within a group nothing is rounded:
@@ -45,29 +45,25 @@ template <int BITS, int GROUP> struct Walk {
 
 template <int N, class T> struct alignas(2 * N) Pack { T of[N]; };
 
-// How a product is cut: a block computes 16 WIDE features of each matrix for 8 TILES rows of x. k has
-// PARTS parts, each summed by itself; WARPS warps compute one part after the other. Each streams its
-// weights through a ring of STAGES in shared memory. With RING its part of x comes with them: a load
-// by itself would wait behind all weights that are under way. Many rows of x make the ring too large.
-template <int BITS_, int GROUP_, int TILES_, int WIDE_, int PARTS_, int WARPS_, int STAGES_,
-          bool RING_>
+// How a product is cut: a block computes 16 WIDE features of each matrix for 8 TILES rows of x. WARPS
+// warps share k; each streams its part of the weights through a ring of STAGES in shared memory. With
+// RING its part of x comes with them: a load by itself would wait behind all weights that are under
+// way. Many rows of x make the ring too large.
+template <int BITS_, int GROUP_, int TILES_, int WIDE_, int WARPS_, int STAGES_, bool RING_>
 struct Cut {
-  static constexpr int BITS = BITS_, GROUP = GROUP_, TILES = TILES_, WIDE = WIDE_, PARTS = PARTS_;
-  static constexpr int WARPS = WARPS_, STAGES = STAGES_;
+  static constexpr int BITS = BITS_, GROUP = GROUP_, TILES = TILES_, WIDE = WIDE_, WARPS = WARPS_;
+  static constexpr int STAGES = STAGES_;
   static constexpr bool RING = RING_;
 };
 
-// For an x that is there from the beginning.
-struct AtOnce { __device__ __forceinline__ void operator()() const {} };
-
 // One block's part: 16 WIDE features of each of MATS matrices from feature `top` on, for up to 8 TILES
-// rows of x. `ready` returns once x is there. `keep(m, feature, sums)` gets the MATS sums.
-template <class C, int MATS, class T, class Ready, class Keep>
+// rows of x. `keep(m, feature, sums)` gets the MATS sums.
+template <class C, int MATS, class T, class Keep>
 __device__ __forceinline__ void tiles(const T* x, const Stored<T> (&from)[MATS], int top,
                                       int features, int rows, int k, unsigned char* shared,
-                                      Ready ready, Keep keep) {
+                                      Keep keep) {
   constexpr int BITS = C::BITS, GROUP = C::GROUP, TILES = C::TILES, WIDE = C::WIDE;
-  constexpr int PARTS = C::PARTS, WARPS = C::WARPS, STAGES = C::STAGES;
+  constexpr int WARPS = C::WARPS, STAGES = C::STAGES;
   constexpr bool RING = C::RING;
   using W = Walk<BITS, GROUP>;
   using P = Pack<W::PACK, T>;
@@ -102,42 +98,27 @@ __device__ __forceinline__ void tiles(const T* x, const Stored<T> (&from)[MATS],
       else if (sizeof(P) == 8) copy8(into, source);
       else copy4(into, source);
     }
-  };
-  auto issue_x = [&](int step, int slot) {
-    for (int i = lane; RING && i < rows * W::X_CHUNKS; i += 32) {
-      const int m = i / W::X_CHUNKS, at = i % W::X_CHUNKS;
-      copy16_cached(ring + slot * stage + WEIGHTS + m * W::X_PITCH + at * 16,
-                    x + (long long)m * k + step * W::STEP + at * 8);
-    }
-  };
-  // The warp's step after this one: of the same part, or the first of its next part.
-  auto after = [&](int step) {
-    const int same = step + PARTS, other = step % PARTS + WARPS;
-    return PARTS == WARPS || same < steps ? same : other < PARTS ? other : steps;
+    if (RING)
+      for (int i = lane; i < rows * W::X_CHUNKS; i += 32) {
+        const int m = i / W::X_CHUNKS, at = i % W::X_CHUNKS;
+        copy16_cached(to + WEIGHTS + m * W::X_PITCH + at * 16,
+                      x + (long long)m * k + step * W::STEP + at * 8);
+      }
   };
   int next = warp;
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) {
     if (next < steps) issue(next, i);
-    next = next < steps ? after(next) : next;
-  }
-  ready();
-  next = warp;
-#pragma unroll
-  for (int i = 0; i < STAGES - 1; ++i) {
-    if (next < steps) issue_x(next, i);
     copies_end();
-    next = next < steps ? after(next) : next;
+    next += WARPS;
   }
-  float acc[PARTS / WARPS][TILES][TALL][4];
+  float acc[TILES][TALL][4];
 #pragma unroll
-  for (int n = 0; n < PARTS / WARPS; ++n)
+  for (int j = 0; j < TILES; ++j)
 #pragma unroll
-    for (int j = 0; j < TILES; ++j)
+    for (int r = 0; r < TALL; ++r)
 #pragma unroll
-      for (int r = 0; r < TALL; ++r)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) acc[n][j][r][i] = 0.0f;
+      for (int i = 0; i < 4; ++i) acc[j][r][i] = 0.0f;
   const uint4 none = make_uint4(0, 0, 0, 0);
   uint4 held_x[TILES][W::CHUNKS];
   auto load_x = [&](int step, int unit) {
@@ -147,141 +128,132 @@ __device__ __forceinline__ void tiles(const T* x, const Stored<T> (&from)[MATS],
       const T* at = x + (long long)m * k + step * W::STEP + unit * W::UNIT + t * W::LK;
 #pragma unroll
       for (int c = 0; c < W::CHUNKS; ++c)
-        held_x[j][c] = m < rows ? *(reinterpret_cast<const uint4*>(at) + c) : none;
+        held_x[j][c] = m < rows ? __ldg(reinterpret_cast<const uint4*>(at) + c) : none;
     }
   };
   if (!RING && warp < steps) load_x(warp, 0);
   int slot = 0;
+  for (int step = warp; step < steps; step += WARPS) {
+    copies_wait<STAGES - 2>();
+    __syncwarp();
+    if (next < steps) issue(next, slot == 0 ? STAGES - 1 : slot - 1);
+    copies_end();
+    next += WARPS;
+    const unsigned char* held = ring + slot * stage;
+    P scales[TALL][2], biases[TALL][2];
 #pragma unroll
-  for (int n = 0; n < PARTS / WARPS; ++n) {
-    for (int step = warp + n * WARPS; step < steps; step += PARTS) {
-      copies_wait<STAGES - 2>();
-      __syncwarp();
-      if (next < steps) {
-        issue(next, slot == 0 ? STAGES - 1 : slot - 1);
-        issue_x(next, slot == 0 ? STAGES - 1 : slot - 1);
-        next = after(next);
+    for (int r = 0; r < TALL; ++r)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const P* of = reinterpret_cast<const P*>(held + ROWS * W::PITCH) + r * 16 + half * 8 + g;
+        scales[r][half] = of[0];
+        biases[r][half] = of[ROWS];
+        if (W::SCALES == 1) {  // one of the two that were copied
+          const bool odd = ((long long)feature(r, half * 8 + g) * groups + step) & 1;
+          if (odd) scales[r][half].of[0] = scales[r][half].of[W::PACK - 1];
+          if (odd) biases[r][half].of[0] = biases[r][half].of[W::PACK - 1];
+        }
       }
-      copies_end();
-      const unsigned char* held = ring + slot * stage;
-      P scales[TALL][2], biases[TALL][2];
 #pragma unroll
-      for (int r = 0; r < TALL; ++r)
+    for (int u = 0; u < W::UNITS; ++u) {
+      unsigned b[TILES][W::CHUNKS * 4];
+#pragma unroll
+      for (int j = 0; j < TILES; ++j) {
+        // An absent row repeats the first one: its sums are not kept.
+        const int m = j * 8 + g < rows ? j * 8 + g : 0;
+        const unsigned char* ring_x =
+            held + WEIGHTS + m * W::X_PITCH + (u * W::UNIT + t * W::LK) * sizeof(T);
+#pragma unroll
+        for (int c = 0; c < W::CHUNKS; ++c) {  // k that are neighbours in a word of weights
+          const uint4 v = RING ? *(reinterpret_cast<const uint4*>(ring_x) + c) : held_x[j][c];
+          const unsigned second = BITS == 4 ? v.z : v.y, third = BITS == 4 ? v.y : v.z;
+          b[j][c * 4] = permute(v.x, second, 0x5410);
+          b[j][c * 4 + 1] = permute(v.x, second, 0x7632);
+          b[j][c * 4 + 2] = permute(third, v.w, 0x5410);
+          b[j][c * 4 + 3] = permute(third, v.w, 0x7632);
+        }
+      }
+      if (!RING) {  // the next unit's x, under way while this one is computed
+        if (u + 1 < W::UNITS) load_x(step, u + 1);
+        else if (step + WARPS < steps) load_x(step + WARPS, 0);
+      }
+      float sums[TILES][4];
+#pragma unroll
+      for (int j = 0; j < TILES; ++j) {
+        const unsigned ones[4] = {Base<T>::ONES, Base<T>::ONES, Base<T>::ONES, Base<T>::ONES};
+        mma_first(T(), sums[j], ones, b[j][0], b[j][1]);
+#pragma unroll
+        for (int i = 1; i < W::CHUNKS * 2; ++i)
+          mma(T(), sums[j], ones, b[j][2 * i], b[j][2 * i + 1]);
+      }
+#pragma unroll
+      for (int r = 0; r < TALL; ++r) {
+        const unsigned char* p = held + (r * 16 + g) * W::PITCH + u * (W::UNIT * BITS / 8) +
+                                 t * (W::WORDS * 4);
+        unsigned upper[W::WORDS], lower[W::WORDS];
+        if (W::WORDS == 2) {
+          const uint2 one = *reinterpret_cast<const uint2*>(p);
+          const uint2 two = *reinterpret_cast<const uint2*>(p + 8 * W::PITCH);
+          upper[0] = one.x; upper[W::WORDS - 1] = one.y;
+          lower[0] = two.x; lower[W::WORDS - 1] = two.y;
+        } else {
+          upper[0] = *reinterpret_cast<const unsigned*>(p);
+          lower[0] = *reinterpret_cast<const unsigned*>(p + 8 * W::PITCH);
+        }
+        // Fragment i of a chunk: bits `low` and `low + apart` on of word `from`.
+        auto fragment = [&](int i, int high, unsigned (&a)[4]) {
+          const int word = BITS == 4 ? i / 2 : i, first = BITS == 4 ? 8 * (i & 1) : 4 * high;
+          const int apart = BITS == 4 ? 4 : 8;
+          a[0] = nibbles_or(upper[word] >> first, Base<T>::WORD);
+          a[1] = nibbles_or(lower[word] >> first, Base<T>::WORD);
+          a[2] = nibbles_or(upper[word] >> (first + apart), Base<T>::WORD);
+          a[3] = nibbles_or(lower[word] >> (first + apart), Base<T>::WORD);
+        };
+        unsigned a[W::CHUNKS * 2][4], a_high[W::CHUNKS * 2][4];
+#pragma unroll
+        for (int i = 0; i < W::CHUNKS * 2; ++i) {
+          fragment(i, 0, a[i]);
+          if (BITS == 8) fragment(i, 1, a_high[i]);
+        }
+        float s[2], c[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const P* of = reinterpret_cast<const P*>(held + ROWS * W::PITCH) + r * 16 + half * 8 + g;
-          scales[r][half] = of[0];
-          biases[r][half] = of[ROWS];
-          if (W::SCALES == 1) {  // one of the two that were copied
-            const bool odd = ((long long)feature(r, half * 8 + g) * groups + step) & 1;
-            if (odd) scales[r][half].of[0] = scales[r][half].of[W::PACK - 1];
-            if (odd) biases[r][half].of[0] = biases[r][half].of[W::PACK - 1];
-          }
+          constexpr float BASE = Base<T>::VALUE * (BITS == 8 ? 17.0f : 1.0f);
+          s[half] = num(scales[r][half].of[u * W::UNIT / GROUP]);
+          c[half] = __fmaf_rn(-BASE, s[half], num(biases[r][half].of[u * W::UNIT / GROUP]));
         }
-#pragma unroll
-      for (int u = 0; u < W::UNITS; ++u) {
-        unsigned b[TILES][W::CHUNKS * 4];
 #pragma unroll
         for (int j = 0; j < TILES; ++j) {
-          // An absent row repeats the first one: its sums are not kept.
-          const int m = j * 8 + g < rows ? j * 8 + g : 0;
-          const unsigned char* ring_x =
-              held + WEIGHTS + m * W::X_PITCH + (u * W::UNIT + t * W::LK) * sizeof(T);
+          float dot[4], high[4];
+          mma_first(T(), dot, a[0], b[j][0], b[j][1]);
+          if (BITS == 8) mma_first(T(), high, a_high[0], b[j][0], b[j][1]);
 #pragma unroll
-          for (int c = 0; c < W::CHUNKS; ++c) {  // k that are neighbours in a word of weights
-            const uint4 v = RING ? *(reinterpret_cast<const uint4*>(ring_x) + c) : held_x[j][c];
-            const unsigned second = BITS == 4 ? v.z : v.y, third = BITS == 4 ? v.y : v.z;
-            b[j][c * 4] = permute(v.x, second, 0x5410);
-            b[j][c * 4 + 1] = permute(v.x, second, 0x7632);
-            b[j][c * 4 + 2] = permute(third, v.w, 0x5410);
-            b[j][c * 4 + 3] = permute(third, v.w, 0x7632);
-          }
-        }
-        if (!RING) {  // the next unit's x, under way while this one is computed
-          if (u + 1 < W::UNITS) load_x(step, u + 1);
-          else if (after(step) < steps) load_x(after(step), 0);
-        }
-        float sums[TILES][4];
-#pragma unroll
-        for (int j = 0; j < TILES; ++j) {
-          const unsigned ones[4] = {Base<T>::ONES, Base<T>::ONES, Base<T>::ONES, Base<T>::ONES};
-          mma_first(T(), sums[j], ones, b[j][0], b[j][1]);
-#pragma unroll
-          for (int i = 1; i < W::CHUNKS * 2; ++i)
-            mma(T(), sums[j], ones, b[j][2 * i], b[j][2 * i + 1]);
-        }
-#pragma unroll
-        for (int r = 0; r < TALL; ++r) {
-          const unsigned char* p = held + (r * 16 + g) * W::PITCH + u * (W::UNIT * BITS / 8) +
-                                   t * (W::WORDS * 4);
-          unsigned upper[W::WORDS], lower[W::WORDS];
-          if (W::WORDS == 2) {
-            const uint2 one = *reinterpret_cast<const uint2*>(p);
-            const uint2 two = *reinterpret_cast<const uint2*>(p + 8 * W::PITCH);
-            upper[0] = one.x; upper[W::WORDS - 1] = one.y;
-            lower[0] = two.x; lower[W::WORDS - 1] = two.y;
-          } else {
-            upper[0] = *reinterpret_cast<const unsigned*>(p);
-            lower[0] = *reinterpret_cast<const unsigned*>(p + 8 * W::PITCH);
-          }
-          // Fragment i of a chunk: bits `low` and `low + apart` on of word `from`.
-          auto fragment = [&](int i, int high, unsigned (&a)[4]) {
-            const int word = BITS == 4 ? i / 2 : i, first = BITS == 4 ? 8 * (i & 1) : 4 * high;
-            const int apart = BITS == 4 ? 4 : 8;
-            a[0] = nibbles_or(upper[word] >> first, Base<T>::WORD);
-            a[1] = nibbles_or(lower[word] >> first, Base<T>::WORD);
-            a[2] = nibbles_or(upper[word] >> (first + apart), Base<T>::WORD);
-            a[3] = nibbles_or(lower[word] >> (first + apart), Base<T>::WORD);
-          };
-          unsigned a[W::CHUNKS * 2][4], a_high[W::CHUNKS * 2][4];
-#pragma unroll
-          for (int i = 0; i < W::CHUNKS * 2; ++i) {
-            fragment(i, 0, a[i]);
-            if (BITS == 8) fragment(i, 1, a_high[i]);
-          }
-          float s[2], c[2];
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            constexpr float BASE = Base<T>::VALUE * (BITS == 8 ? 17.0f : 1.0f);
-            s[half] = num(scales[r][half].of[u * W::UNIT / GROUP]);
-            c[half] = __fmaf_rn(-BASE, s[half], num(biases[r][half].of[u * W::UNIT / GROUP]));
+          for (int i = 1; i < W::CHUNKS * 2; ++i) {
+            mma(T(), dot, a[i], b[j][2 * i], b[j][2 * i + 1]);
+            if (BITS == 8) mma(T(), high, a_high[i], b[j][2 * i], b[j][2 * i + 1]);
           }
 #pragma unroll
-          for (int j = 0; j < TILES; ++j) {
-            float dot[4], high[4];
-            mma_first(T(), dot, a[0], b[j][0], b[j][1]);
-            if (BITS == 8) mma_first(T(), high, a_high[0], b[j][0], b[j][1]);
-#pragma unroll
-            for (int i = 1; i < W::CHUNKS * 2; ++i) {
-              mma(T(), dot, a[i], b[j][2 * i], b[j][2 * i + 1]);
-              if (BITS == 8) mma(T(), high, a_high[i], b[j][2 * i], b[j][2 * i + 1]);
-            }
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              if (BITS == 8) dot[e] = __fmaf_rn(16.0f, high[e], dot[e]);
-              float& sum = acc[n][j][r][e];
-              sum = __fmaf_rn(s[e >> 1], dot[e], __fmaf_rn(c[e >> 1], sums[j][e & 1], sum));
-            }
+          for (int e = 0; e < 4; ++e) {
+            if (BITS == 8) dot[e] = __fmaf_rn(16.0f, high[e], dot[e]);
+            acc[j][r][e] = __fmaf_rn(
+                s[e >> 1], dot[e], __fmaf_rn(c[e >> 1], sums[j][e & 1], acc[j][r][e]));
           }
         }
       }
-      slot = slot + 1 == STAGES ? 0 : slot + 1;
     }
+    slot = slot + 1 == STAGES ? 0 : slot + 1;
   }
   copies_wait<0>();
   __syncthreads();
-  float* part = reinterpret_cast<float*>(shared);  // (PARTS, 8 TILES, ROWS)
+  float* part = reinterpret_cast<float*>(shared);  // (WARPS, 8 TILES, ROWS)
 #pragma unroll
-  for (int n = 0; n < PARTS / WARPS; ++n)
+  for (int j = 0; j < TILES; ++j)
 #pragma unroll
-    for (int j = 0; j < TILES; ++j)
+    for (int r = 0; r < TALL; ++r)
 #pragma unroll
-      for (int r = 0; r < TALL; ++r)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int m = j * 8 + 2 * t + (e & 1), row = r * 16 + g + (e >> 1) * 8;
-          part[((warp + n * WARPS) * TILES * 8 + m) * ROWS + row] = acc[n][j][r][e];
-        }
+      for (int e = 0; e < 4; ++e)
+        part[(warp * TILES * 8 + j * 8 + 2 * t + (e & 1)) * ROWS + r * 16 + g + (e >> 1) * 8] =
+            acc[j][r][e];
   __syncthreads();
   for (int i = threadIdx.x; i < rows * 16 * WIDE; i += 32 * WARPS) {
     const int m = i / (16 * WIDE), row = i % (16 * WIDE);
@@ -291,7 +263,7 @@ __device__ __forceinline__ void tiles(const T* x, const Stored<T> (&from)[MATS],
     for (int r = 0; r < MATS; ++r) {
       sums[r] = 0.0f;
 #pragma unroll
-      for (int j = 0; j < PARTS; ++j)
+      for (int j = 0; j < WARPS; ++j)
         sums[r] += part[(j * TILES * 8 + m) * ROWS + r * 16 * WIDE + row];
     }
     keep(m, top + row, sums);
@@ -312,7 +284,7 @@ __device__ __forceinline__ void quantized(const T* x, Stored<T> from, const T* a
   const int skipped = blockIdx.x * C::TILES * 8, left = all - skipped;
   const Stored<T> each[1] = {from};
   tiles<C>(x + (long long)skipped * k, each, blockIdx.y * 16 * C::WIDE, features,
-           left < C::TILES * 8 ? left : C::TILES * 8, k, shared, AtOnce(),
+           left < C::TILES * 8 ? left : C::TILES * 8, k, shared,
            [&](int m, int n, const float (&sums)[1]) {
              const long long at = (long long)(skipped + m) * features + n;
              y[at] = ADDED ? as<T>(rounded<T>(sums[0]) + num(added[at])) : as<T>(sums[0]);
@@ -327,7 +299,7 @@ __device__ __forceinline__ void quantized_gated(const T* x, Stored<T> gate, Stor
   const int skipped = blockIdx.x * C::TILES * 8, left = all - skipped;
   const Stored<T> both[2] = {gate, up};
   tiles<C>(x + (long long)skipped * k, both, blockIdx.y * 16 * C::WIDE, features,
-           left < C::TILES * 8 ? left : C::TILES * 8, k, shared, AtOnce(),
+           left < C::TILES * 8 ? left : C::TILES * 8, k, shared,
            [&](int m, int n, const float (&sums)[2]) {
              y[(long long)(skipped + m) * features + n] = gated<T>(sums);
            });
@@ -348,7 +320,7 @@ __device__ __forceinline__ void experts(const T* x, Stored<T> stack, const unsig
                                         unsigned char* shared, int each, int features, int k) {
   const int pair = blockIdx.x;
   const Stored<T> one[1] = {one_of<C>(stack, expert[pair], features, k)};
-  tiles<C>(x + (long long)(pair / each) * k, one, blockIdx.y * 16, features, 1, k, shared, AtOnce(),
+  tiles<C>(x + (long long)(pair / each) * k, one, blockIdx.y * 16, features, 1, k, shared,
            [&](int, int n, const float (&sums)[1]) {
              y[(long long)pair * features + n] = as<T>(sums[0]);
            });
@@ -362,7 +334,7 @@ __device__ __forceinline__ void experts_gated(const T* x, Stored<T> gate, Stored
   const int pair = blockIdx.x;
   const Stored<T> both[2] = {one_of<C>(gate, expert[pair], features, k),
                              one_of<C>(up, expert[pair], features, k)};
-  tiles<C>(x + (long long)(pair / each) * k, both, blockIdx.y * 16, features, 1, k, shared, AtOnce(),
+  tiles<C>(x + (long long)(pair / each) * k, both, blockIdx.y * 16, features, 1, k, shared,
            [&](int, int n, const float (&sums)[2]) {
              y[(long long)pair * features + n] = gated<T>(sums);
            });
@@ -390,7 +362,7 @@ __device__ __forceinline__ void several(const T* x, const Stored<T> (&from)[COUN
   }
   const int skipped = blockIdx.x * C::TILES * 8, left = all - skipped;
   tiles<C>(x + (long long)skipped * k, one, block * EACH, wide,
-           left < C::TILES * 8 ? left : C::TILES * 8, k, shared, AtOnce(),
+           left < C::TILES * 8 ? left : C::TILES * 8, k, shared,
            [&](int m, int n, const float (&sums)[1]) {
              to[(long long)(skipped + m) * wide + n] = as<T>(sums[0]);
            });

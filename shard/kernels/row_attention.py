@@ -13,7 +13,7 @@ from mlx_lm.models.qwen3_next import Qwen3NextAttention
 
 from ...mtp.caches.positions import counts_array
 from ...mtp.families.placed_rope import PlacedRope, is_in_three
-from .cuda import ARRIVALS, TYPES, CudaKernel
+from .cuda import TYPES, CudaKernel
 from .product import MAX_ROWS, JointProducts
 
 KEYS: Final = 64
@@ -59,22 +59,21 @@ class RowAttention:
 
     def prepare(
         self, wide: mx.array, k: mx.array, v: mx.array, fixed: AttentionParameters, first: mx.array
-    ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-        """q (B, heads, n, D), k and v (B, key heads, n, D), normed and rotated; and zeros, as
-        `DeltaKernel.rows` returns them.
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """q (B, heads, n, D), k and v (B, key heads, n, D), normed and rotated.
 
         `wide` (B, n, heads 2 D): each head's q and its gate. `first` (B,): each sequence's first
         position.
         """
         h, (batch, rows, _) = self._heads, wide.shape
         shapes = [(batch, count, rows, h.size) for count in (h.heads, h.key_heads, h.key_heads)]
-        q, k, v, zeros = self._prepare(
+        q, k, v = self._prepare(
             [wide, k, v, fixed.q_norm, fixed.k_norm, fixed.numbers, first],
             (h.heads + 2 * h.key_heads, rows, batch),
             h.size,
-            [*((shape, h.dtype) for shape in shapes), ARRIVALS],
+            [(shape, h.dtype) for shape in shapes],
         )
-        return q, k, v, zeros
+        return q, k, v
 
     def attend(
         self,
@@ -126,9 +125,9 @@ def _kernels(
     prepare = CudaKernel(
         f"attention_prepare_{rotary_size}_{label}",
         f"exo::prepare<{size}, {rotary_size}>(wide, k, v, q_norm, k_norm, fixed, first, q_out, "
-        f"k_out, v_out, arrivals, wide_shape[1], wide_shape[2] / {wide}, k_shape[2] / {size})",
+        f"k_out, v_out, wide_shape[1], wide_shape[2] / {wide}, k_shape[2] / {size})",
         ("wide", "k", "v", "q_norm", "k_norm", "fixed", "first"),
-        ("q_out", "k_out", "v_out", "arrivals"),
+        ("q_out", "k_out", "v_out"),
         file="attention.cuh",
     )
     attend = CudaKernel(
@@ -166,7 +165,7 @@ class KernelAttention(Qwen3NextAttention):
         if not self.takes(x.shape[1], mask, cache):
             return super().__call__(x, mask, cache)
         first = self.first_positions(cache, x.shape[0])
-        wide, q, k, v, _ = self.project(x, self.rope_positions(first))
+        wide, q, k, v = self.project(x, self.rope_positions(first))
         return cast("Any", self).o_proj(self.attend(wide, q, k, v, first, cache))
 
     def takes(self, rows: int, mask: object, cache: object) -> bool:
@@ -187,7 +186,7 @@ class KernelAttention(Qwen3NextAttention):
         )
 
     def project(self, x: mx.array, first: mx.array) -> tuple[mx.array, ...]:
-        """Each head's q and its gate, then the results of `RowAttention.prepare`."""
+        """Each head's q and its gate, then q, k and v of `RowAttention.prepare`."""
         wide, k, v = self.together(x)
         return wide, *self.kernel.prepare(wide, k, v, self.fixed, first)
 

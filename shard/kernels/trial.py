@@ -18,8 +18,7 @@ Run = Callable[[int, int], Sequence[mx.array]]
 
 FEW: Final = 4
 """Rows of the verify that is compared beside a single step."""
-TRIAL_LAYERS: Final = 16
-"""The most layers of a trial, each of which is called once before the time is read."""
+_CALLS: Final = 16
 _REPEATS: Final = 5
 SLACK: Final = 1.05
 """The most time relative to MLX's: rows that equal single steps bit for bit are worth 5 %."""
@@ -139,9 +138,9 @@ def seconds_of(run: Run, rows: int, layers: int, clock: Clock) -> float:
     best = float("inf")
     for _ in range(_REPEATS + 1):
         start = clock()
-        mx.eval([list(run(rows, i % layers)) for i in range(TRIAL_LAYERS)])
+        mx.eval([list(run(rows, i % layers)) for i in range(_CALLS)])
         best = min(best, clock() - start)
-    return best / TRIAL_LAYERS
+    return best / _CALLS
 
 
 def _text(seconds: Sequence[float]) -> str:

@@ -146,14 +146,6 @@ inline void store16(float* to, float a, float b, float c, float d) {
   to[0] = a; to[1] = b; to[2] = c; to[3] = d;
 }
 inline unsigned nibbles_or(unsigned u, unsigned o) { return (u & 0x000f000fu) | o; }
-inline void wait_for(const unsigned* count, unsigned enough) {  // blocks run one after the other
-  if (*count < enough) { puts("a block waits for a later one"); exit(3); }
-  __syncthreads();
-}
-inline void arrive(unsigned* count) {
-  __syncthreads();
-  if (now == 0) ++*count;
-}
 inline unsigned permute(unsigned a, unsigned b, unsigned s) {
   unsigned char bytes[8];
   memcpy(bytes, &a, 4);

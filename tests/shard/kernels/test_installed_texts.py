@@ -7,7 +7,6 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from emulated import use
-from kernel_cases import exact_norm
 from mlx import nn
 from mlx_lm.models import qwen3_5
 from mlx_lm.utils import dequantize_model
@@ -43,12 +42,6 @@ DENSE: dict[str, Any] = {
     "linear_value_head_dim": 64,
     "vocab_size": 96,
     "tie_word_embeddings": False,
-}
-WIDE = DENSE | {
-    "hidden_size": 1024,
-    "intermediate_size": 1024,
-    "head_dim": 256,
-    "linear_num_value_heads": 16,
 }
 EXPERTS = DENSE | {
     "num_experts": 4,
@@ -127,28 +120,6 @@ def test_a_verify_by_the_installed_kernels_is_single_steps_bit_for_bit(
     assert config is EXPERTS or batch_is_each_alone(model, 6)
     assert {(2, 3), (2, 1)} <= traced
     assert config is EXPERTS or (6, 3) in traced
-
-
-def test_layers_whose_ends_are_a_launch_are_those_of_others_bit_for_bit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Beyond 16 rows in all their parts are launches of their own."""
-    if not available():
-        monkeypatch.setattr(nn.RMSNorm, "__call__", exact_norm)
-    model = small(WIDE)
-    chosen = kernel_choice.choose_kernels([model], "auto", lambda: 0.0, lambda _: None)
-    assert "layer_end" in used(chosen), [str(each) for each in chosen]
-    ends = [m for _, m in model.named_modules() if isinstance(m, layers.RowsLayer)]
-    assert len(ends) == 2 and all(layer.end is not None for layer in ends)
-    blocks = [[7, 30, 2], [11, 5, 90, 41], [4] * 6]
-    got = logits(model, blocks)
-    assert mx.array_equal(
-        logits(model, [[each] for block in blocks[:2] for each in block]), got[:, :7]
-    ).item()
-    for layer in ends:
-        layer.end = None
-        layer.trace()
-    assert mx.array_equal(logits(model, blocks), got).item()
 
 
 def test_many_rows_are_those_of_fewer_and_can_be_taken_back(
