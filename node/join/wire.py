@@ -190,11 +190,14 @@ class JoinConnection:
             await self.send(pb.JoinFrame(waiting=pb.JoinWaiting()))
 
     async def close(self) -> None:
+        """Closes the connection; a caller that is cancelled meanwhile leaves no socket open."""
         self._writer.close()
         try:
             async with asyncio.timeout(self.timing.reply_s):
                 await self._writer.wait_closed()
         except (OSError, TimeoutError):
+            return  # the other side does not end it
+        finally:
             self._writer.transport.abort()
 
 

@@ -397,3 +397,37 @@ async def test_a_cancel_that_comes_with_the_connection_is_not_lost(
     _ = task.cancel()  # before the task that awaits the connection runs
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_a_close_that_is_cancelled_leaves_no_socket_open() -> None:
+    """The other side sends nothing, so the closing handshake would last."""
+    called, caller, ended = Impostor(), Impostor(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def serve(server: socket.socket) -> None:
+        raw, _ = server.accept()
+        tls = called.server_tls.wrap_socket(raw, server_side=True)
+        with raw, tls:
+            inner = tls.detach()
+        with socket.socket(fileno=inner) as silent:
+            while silent.recv(1 << 16):
+                pass
+        _ = loop.call_soon_threadsafe(ended.set)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        serving = asyncio.create_task(asyncio.to_thread(serve, server))
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+
+        async def call() -> None:
+            async with join_wire.connect(address, caller.client_tls, LOCAL):
+                pass
+
+        task = asyncio.create_task(call())
+        await asyncio.sleep(0.2)  # the close waits for the other side
+        assert not task.done() and not ended.is_set()
+        _ = task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        async with asyncio.timeout(2.0):
+            _ = await ended.wait()
+        await serving
