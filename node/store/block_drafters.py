@@ -50,7 +50,7 @@ class BlockDrafters:
             drafter = card.drafter
             if drafter is None or drafter.model != model:
                 drafter = BlockDrafter(model=model, max_k=min(SHIPPED_MAX_K, facts.most_drafts))
-            facts.require_fit(card.vocab_size, card.hidden_size, card.num_layers, drafter.max_k)
+            facts.require_fit(card.vocab_size, card.hidden_width, card.num_layers, drafter.max_k)
         except (DrafterUnusable, ValidationError) as fault:
             raise InvalidRequest(f"drafter: {fault}, or leave it out", param="drafter") from fault
         return drafter.model_copy(update=facts.sizes)
@@ -59,7 +59,7 @@ class BlockDrafters:
         """The facts of the card's drafter, which fits it. Raises DrafterUnusable."""
         assert card.drafter is not None
         facts, most = self._facts(card.drafter.model), card.drafter.max_k
-        facts.require_fit(card.vocab_size, card.hidden_size, card.num_layers, most)
+        facts.require_fit(card.vocab_size, card.hidden_width, card.num_layers, most)
         return facts
 
     def with_sizes(self, card: ModelCard) -> ModelCard:

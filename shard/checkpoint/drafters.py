@@ -116,7 +116,7 @@ def reading_drafter(name: str) -> Generator[None]:
         yield
     except ExoNodeError as fault:
         raise DrafterUnusable(
-            f"the block drafter {name} cannot be read: {fault.message}"
+            f"the block drafter {name} cannot be read: {fault.message.removesuffix('.')}"
         ) from fault
 
 

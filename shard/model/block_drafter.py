@@ -10,6 +10,7 @@ from typing import Any, Final, cast
 
 import mlx.core as mx
 from mlx import nn
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
 
 from ...mtp.caches.rollback import RowCache, cache_of, fixed_kinds, parts_of
@@ -117,6 +118,18 @@ class BlockDrafter:
         logits = logits * getattr(config, "output_multiplier", 1.0)
         return logits if cap is None else mx.tanh(logits / cap) * cap
 
+    def first_drafts(self, width: int, k: int) -> mx.array:
+        """The logits (B, V) of the last of k drafts after a row, computed as in an answer.
+
+        All prompts pass a drafter: what fails here would fail in answers that draft nothing, too.
+        `width`: numbers that a layer of the target gives.
+        """
+        cache, ids = self.make_cache(), mx.zeros((1, 1), mx.int32)
+        row = self._join([mx.zeros((1, 1, width), self._dtype)] * len(self._layers))
+        output = self.block(self.read(row, self.embed(ids), cache), k, cache)[:, -1:]
+        logits = self.logits(output)[:, 0]
+        return logits if self.follow is None else self.follow(output, logits, ids[0])
+
     @property
     def follow(self) -> Callable[[mx.array, mx.array, mx.array], mx.array] | None:
         """See `DraftModel`; None for drafts that do not depend on each other."""
@@ -222,13 +235,14 @@ def load_block_drafter(
         module = _module(checkpoint.config, folder)
         cast_parameters(module, dtype)
         drafter = BlockDrafter(module, stage.model, layers, checkpoint.fingerprint)
+        module.eval()
+        mx.eval(module.parameters())
+        mx.eval(drafter.first_drafts(limits.hidden_size, spec.max_draft_tokens))
     except MODEL_FAULTS as fault:
         raise DrafterUnusable(
             f"the block drafter {name} cannot be loaded ({headline(fault)}); use a whole copy of "
             "the publisher's checkpoint"
         ) from fault
-    module.eval()
-    mx.eval(module.parameters())
     return drafter
 
 
@@ -255,5 +269,9 @@ def _module(config: Mapping[str, Any], folder: Path) -> Any:
         form: Any = config.get("quantization") or {}
         size, bits = form.get("group_size", 64), form.get("bits", 4)
         nn.quantize(module, size, bits, class_predicate=lambda path, _: path in packed)
+    for name, parameter in cast("list[tuple[str, mx.array]]", tree_flatten(module.parameters())):
+        stored_as = weights.get(name, parameter).dtype
+        if mx.issubdtype(stored_as, mx.floating) != mx.issubdtype(parameter.dtype, mx.floating):
+            raise ValueError(f"{name} is stored as {stored_as}, not read")
     module.load_weights(list(weights.items()))
     return module

@@ -87,6 +87,8 @@ class RunnerLog(logging.Formatter):
 
 LAST_WORDS_S = 0.1
 """Seconds in which the event loop still sends an answer the error that ends it."""
+LAST_PIECE_S = 2.0
+"""Seconds in which a runner that ends finishes a forward, and with it a piece of a measurement."""
 SAVE_S = 2.0
 """Seconds in which a runner that ends writes prefixes; its node kills it after `Timing.reply_s`."""
 
@@ -132,6 +134,8 @@ class Runner:
             with compiling_apart() as keep_compiled:
                 await self._run(watched, keep_compiled)
                 await wait_for_save(self._compute.submit(keep_compiled))
+                # A process that ends within a piece of a measurement counts against it.
+                await asyncio.to_thread(self._compute.close, LAST_PIECE_S)
         finally:
             _ = watched.cancel()
 

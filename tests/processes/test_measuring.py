@@ -232,6 +232,44 @@ def test_a_flood_of_chats_and_a_kill_in_the_middle_of_a_measurement(
     require_calm(disturbed)
 
 
+LONG_PIECES = """
+import sys, time
+
+if "exo_node.shard.runner.main" in sys.orig_argv:
+    from exo_node.shard.engine.attempts import Attempts
+
+    guard = Attempts.guard
+
+    def long(pieces):
+        for wait_s in pieces:
+            time.sleep(0.2)
+            yield wait_s
+
+    Attempts.guard = lambda self, name, pieces, refuse: guard(self, name, long(pieces), refuse)
+"""
+
+
+def test_unloads_in_the_middle_of_a_measurement_do_not_count_against_it(tmp_path: Path) -> None:
+    """Else two of them would turn off what it allows until another version comes."""
+    site = tmp_path / "site"
+    site.mkdir()
+    _ = (site / "sitecustomize.py").write_text(LONG_PIECES)
+    env, home = {**WHILE_IDLE, "PYTHONPATH": python_path(site)}, tmp_path / "home"
+
+    def counts() -> list[int]:
+        return [f.stat().st_size for f in (home / "profiles").glob("*") if f.suffix != ".json"]
+
+    with node(home, "--no-mdns", "--dtype", "float32", env=env, measures=True) as running:
+        placement = load(running, "demo")
+        eventually(lambda: any(counts()), LIMIT_S)
+        assert running.call("DELETE", f"/v1/placements/{placement}").status == 200
+        assert not any(counts())
+        _ = load(running, "demo")
+        eventually(lambda: any(counts()), LIMIT_S)
+        assert running.stop() == 0
+        assert not any(counts())
+
+
 def test_two_real_stages_are_measured_between_answers(tmp_path: Path, pieces: Pieces) -> None:
     flags = ("--no-mdns", "--dtype", "float32")
     with ExitStack() as stack:

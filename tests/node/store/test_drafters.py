@@ -17,6 +17,7 @@ from exo_node.node.store.listing import mtp_words
 from exo_node.placement.card import BlockDrafter
 from exo_node.placement.errors import InvalidCheckpoint, InvalidRequest
 from exo_node.placement.ids import ModelId
+from exo_node.shard.checkpoint.drafters import DrafterUnusable
 
 TARGET, DRAFTER = ModelId("target"), ModelId("a/drafter")
 CARD = '[drafter]\nmodel = "a/drafter"\ndefault_k = 2\n'
@@ -148,6 +149,19 @@ def test_one_that_a_placement_cannot_have_is_refused_by_its_field(
     embedder = lib.get(TARGET).card.model_copy(update={"capabilities": ("embeddings",)})
     with pytest.raises(InvalidRequest, match="an embedder, which drafts nothing"):
         _ = lib.drafters.choose(embedder, name)
+
+
+def test_one_for_layers_that_pass_on_one_stream_does_not_fit_a_model_with_several(
+    models: Path,
+) -> None:
+    """As the runner finds, which is fed what the layers give."""
+    lib = with_drafter(models)
+    card = lib.get(TARGET).card.model_copy(update={"hidden_streams": 4})
+    why = "hidden states of 64 numbers, and this one has 256"
+    with pytest.raises(InvalidRequest, match=why):
+        _ = lib.drafters.choose(card, DRAFTER)
+    with pytest.raises(DrafterUnusable, match=why):
+        _ = lib.drafters.facts(card)
 
 
 def test_a_drafter_is_no_model_that_answers(models: Path) -> None:

@@ -239,6 +239,9 @@ def test_a_head_of_the_models_own_is_loaded_beside_a_drafter(tmp_path: Path) -> 
         ({"dflash_config": [0, 2, 3]}, "mask_token_id in config.json"),
         ({"vocab_size": None}, "the block drafter a/drafter cannot be read: "),
         ({"head_dim": 32}, "cannot be loaded"),
+        ({"rope_theta": "x"}, "cannot be loaded (TypeError: "),
+        ({"rope_theta": [1]}, "cannot be loaded (TypeError: "),
+        ({"final_logit_softcapping": "x"}, "cannot be loaded (ValueError: "),
     ],
 )  # fmt: skip
 def test_a_drafter_that_does_not_fit_is_refused_by_name_and_the_model_is_loaded(
@@ -252,6 +255,34 @@ def test_a_drafter_that_does_not_fit_is_refused_by_name_and_the_model_is_loaded(
     assert why in it.head_state and ("; " in it.head_state)
 
 
+@pytest.mark.parametrize(
+    ("part", "dtype"),
+    [
+        ("", mx.int32),
+        ("fc.weight", mx.int32),
+        ("down_proj.weight", mx.uint8),
+        ("q_norm.weight", mx.bool_),
+        ("codebook", mx.complex64),
+    ],
+    ids=str,
+)
+def test_a_drafter_that_is_stored_in_other_numbers_is_refused(
+    target: Path, tmp_path: Path, part: str, dtype: mx.Dtype
+) -> None:
+    """All rows of prompts pass it: a forward that fails would end answers without drafts, too."""
+    folder = make_drafter(tmp_path / "drafter", second_config(VOCABULARY))
+    stored = {
+        name: value.astype(dtype) if name.endswith(part) else value
+        for name, value in weights(folder).items()
+    }
+    mx.eval(stored)
+    mx.save_safetensors(str(folder / "model.safetensors"), stored, {"format": "pt"})
+    it = loaded(target, folder)
+    assert it.head is None
+    assert "the block drafter a/drafter cannot be loaded (ValueError: " in it.head_state
+    assert f"is stored as {dtype}, not read); use a whole copy" in it.head_state
+
+
 def test_a_drafter_that_is_absent_says_how_to_get_it(target: Path) -> None:
     assert "`exo-node models pull a/drafter`" in loaded(target, "").head_state
     assert loaded(target, "", drafter_fault="it is locked").head_state == "it is locked"
@@ -263,7 +294,9 @@ def test_a_drafter_that_a_person_named_is_loaded_or_the_load_fails(
     folder = make_drafter(tmp_path / "drafter", drafter_config(VOCABULARY))
     assert loaded(target, folder, drafter_required=True).head_state == "loaded"
     (folder / "model.safetensors").unlink()
-    with pytest.raises(InvalidCheckpoint, match=r"a/drafter .*without --drafter") as caught:
+    with pytest.raises(
+        InvalidCheckpoint, match=r"a/drafter .* its files there, or load "
+    ) as caught:
         _ = loaded(target, folder, drafter_required=True)
     assert caught.value.param == "drafter"
 
