@@ -87,10 +87,9 @@ class RunnerLog(logging.Formatter):
 
 LAST_WORDS_S = 0.1
 """Seconds in which the event loop still sends an answer the error that ends it."""
-LAST_PIECE_S = 2.0
-"""Seconds in which a runner that ends finishes a forward, and with it a piece of a measurement."""
 SAVE_S = 2.0
-"""Seconds in which a runner that ends writes prefixes; its node kills it after `Timing.reply_s`."""
+"""Seconds in which a runner that ends writes prefixes, and then in which it ends its last piece of
+work; its node kills it after `Timing.reply_s`."""
 
 
 class Runner:
@@ -135,7 +134,7 @@ class Runner:
                 await self._run(watched, keep_compiled)
                 await wait_for_save(self._compute.submit(keep_compiled))
                 # A process that ends within a piece of a measurement counts against it.
-                await asyncio.to_thread(self._compute.close, LAST_PIECE_S)
+                await asyncio.to_thread(self._compute.close, SAVE_S)
         finally:
             _ = watched.cancel()
 

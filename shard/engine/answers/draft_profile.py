@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 SAVE_EVERY_S = 10.0
 MAX_BYTES = 1 << 20
 
-_Seconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
+_Seconds = Annotated[float, Field(ge=1e-9, le=LONGEST_S)]  # what is smaller may be 0 as a quotient
 _Removal = Annotated[float, Field(ge=0, le=LONGEST_S)]
 _Length = Annotated[int, Field(ge=1, le=63)]
 _Size = Annotated[int, Field(ge=2, le=64)]

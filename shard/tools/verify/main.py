@@ -200,8 +200,8 @@ def write_report(report: Report, json_file: str) -> None:
         _ = Path(json_file).write_text(as_json(report))
     except OSError as error:
         raise InvalidSettings(
-            f"--json {json_file}: cannot be written ({error.strerror}); name another file",
-            param="--json",
+            f"--report {json_file}: cannot be written ({error.strerror}); name another file",
+            param="--report",
         ) from error
 
 

@@ -53,6 +53,7 @@ BAD: dict[str, Callable[[str], str]] = {
     "cut short": lambda text: text[:-5],
     "another's": edited(lambda v: v["key"].update(device="other")),
     "a negative time": edited(lambda v: v["probed"].append(-1.0)),
+    "a time that is 0 as a quotient": edited(lambda v: v["cells"][0].update(seconds=[5e-324] * 3)),
     "an unknown field": edited(lambda v: v.update(code="x")),
     "more accepted than seen": edited(lambda v: v.update(accepted=[9.0, 9.0])),
     "counts of two lengths": edited(lambda v: v.update(accepted=[])),
