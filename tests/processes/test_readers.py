@@ -54,8 +54,17 @@ def test_two_nodes_read_a_long_prompt_as_one_does(two_nodes: tuple[Node, Node], 
     (reader,) = stats["read_by"]
     assert reader != stats["placement"]["stages"][0]["node"]
     assert stats["read_reason"].startswith("with ") and stats["read_bytes"] > 1_000_000
-    planned = one.call("GET", "/v1/placements/preview?model=demo").body
-    ((would_read),) = planned["readers"]
+    planned = dict[str, Any]()
+
+    def is_planned() -> bool:
+        """Other work may have made a measured time too long, which further answers correct."""
+        planned.update(one.call("GET", "/v1/placements/preview?model=demo").body)
+        if not planned["readers"]:
+            _ = asked(one, text, cache=False, num_draft_tokens=k)
+        return bool(planned["readers"])
+
+    eventually(is_planned, WITHIN_S)
+    (would_read,) = planned["readers"]
     assert would_read["node"] != planned["best"]["stages"][0]["node"], planned
     assert 0 < planned["readers_from_tokens"] < 2500, planned["read_reason"]
     _, short = asked(one, prompt(9, 60), num_draft_tokens=k)
