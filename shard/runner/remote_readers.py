@@ -33,7 +33,7 @@ SILENCE_S: Final = 5.0
 """Seconds without a word after which a reader is lost. The first one waits for a small model."""
 OPENING_S: Final = 30.0
 FORWARD_S: Final = 60.0
-"""Seconds for one forward of a reader that lives."""
+"""Seconds for one forward of a reader that lives, its way back included."""
 
 
 @dataclass(slots=True, eq=False)
@@ -189,9 +189,9 @@ class RemoteReaders:
                 if reply.data:
                     raise InvalidFrame("it returned more than it was sent", param="data")
                 continue
+            if not reply.ends and time.monotonic() - returned_at > FORWARD_S:
+                raise PeerLost(f"it returned no forward within {FORWARD_S:.0f} s")
             if not reply.data and not reply.ends:
-                if time.monotonic() - returned_at > FORWARD_S:
-                    raise PeerLost(f"it returned nothing within {FORWARD_S:.0f} s")
                 continue
             forward, form = call.forwards[0], self._forms[number]
             selection = self._selection(number, forward)

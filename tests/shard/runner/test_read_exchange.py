@@ -294,6 +294,17 @@ async def _pulsing(_requests: Any, _context: Any) -> AsyncIterator[pb.ReadReply]
         await asyncio.sleep(0.01)
 
 
+async def _dripping(requests: Any, _context: Any) -> AsyncIterator[pb.ReadReply]:
+    """The length of a header, and then a byte of it at a time."""
+    async for request in requests:
+        if request.HasField("frame"):
+            break
+    yield pb.ReadReply(data=(1 << 20).to_bytes(8, "little"))
+    while True:
+        await asyncio.sleep(0.05)
+        yield pb.ReadReply(data=b" ")
+
+
 async def _noise(requests: Any, _context: Any) -> AsyncIterator[pb.ReadReply]:
     async for request in requests:
         if request.HasField("frame"):
@@ -314,7 +325,8 @@ async def _failing(_requests: Any, _context: Any) -> AsyncIterator[pb.ReadReply]
     ("serve", "why"),
     [
         (_silent, "takes too long"),
-        (_pulsing, "returned nothing within"),
+        (_pulsing, "returned no forward within"),
+        (_dripping, "returned no forward within"),
         (_noise, "no safetensors"),
         (_too_early, "more than it was sent"),
         (_failing, "unknown"),
