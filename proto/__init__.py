@@ -6,4 +6,5 @@ fields.py: fields of messages, copied by their names
 framing.py: messages after their length, on sockets and join ports
 generate.py: writes the generated code from peer.proto
 grpc_options.py: options of every gRPC channel and server
+uncut_reads.py: reads of gRPC streams that are not cancelled, though whoever waits for them may be
 """

@@ -12,6 +12,7 @@ from ...placement.errors import InvalidRequest, PeerLost
 from ...placement.ids import NodeId
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
+from ...proto.uncut_reads import next_reply
 from ..trust.certificates import Credentials, channel_credentials, node_name
 from .channels import NODE_CHANNEL_OPTIONS, from_status
 
@@ -101,7 +102,7 @@ class LinkClient:
     async def _echo(self, call: Any, size: int) -> float:
         start = self._clock()
         await call.write(pb.Probe(data=bytes(size), answer_bytes=size))
-        _ = await _answer(call)
+        _ = _checked(await call.read())
         return self._clock() - start
 
     async def _bandwidth(
@@ -120,7 +121,7 @@ class LinkClient:
         async def receive() -> None:
             nonlocal answers, last
             for _ in range(_CHUNKS):
-                _ = await _answer(call)
+                _ = _checked(await next_reply(call))
                 answers, last = answers + 1, self._clock()
 
         sending = asyncio.create_task(send())
@@ -141,9 +142,8 @@ class LinkClient:
         return answers * max(size, answer_bytes) / transfer_s
 
 
-async def _answer(call: Any) -> pb.Probe:
-    """Reads a probe's answer. Raises AioRpcError, and PeerLost where the call ended without one."""
-    answer = await call.read()
+def _checked(answer: Any) -> pb.Probe:
+    """A probe's answer. Raises PeerLost where the call ended without one."""
     if isinstance(answer, pb.Probe):
         return answer
     raise PeerLost("the peer ended the measurement")

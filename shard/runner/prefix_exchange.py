@@ -17,6 +17,7 @@ from ...placement.ids import NodeId, runner_name
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ...proto.grpc_options import CHANNEL_OPTIONS
+from ...proto.uncut_reads import next_reply
 from ..checkpoint.files import Buffer
 from ..checkpoint.prefix_files import PrefixReceiver, ReceivedPrefix
 from ..engine.compute import ComputeThread
@@ -98,8 +99,7 @@ class PrefixFetcher:
             call = peer_pb2_grpc.GeneratorStub(channel).ReadPrefix(wire)
             try:
                 while True:
-                    async with asyncio.timeout(SILENCE_S):
-                        chunk = await call.read()
+                    chunk = await next_reply(call, SILENCE_S)
                     if not isinstance(chunk, pb.FileChunk):  # the end
                         received = receiver.finish()
                         self._waiting.add(received)

@@ -14,6 +14,7 @@ from ...placement.reading import may_read
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ...proto.bounds import fault as out_of_bounds
+from ...proto.uncut_reads import requests_of
 from ..checkpoint.files import Buffer
 from ..checkpoint.prefix_files import PrefixReceiver, ReceivedPrefix
 from ..engine.compute import ComputeThread
@@ -54,7 +55,7 @@ class ReadService(peer_pb2_grpc.ReadingServicer):
         self, request_iterator: AsyncIterator[pb.ReadRequest], context: Context
     ) -> AsyncIterator[pb.ReadReply]:
         try:
-            async with aclosing(self._read(request_iterator)) as replies:
+            async with aclosing(self._read(requests_of(request_iterator))) as replies:
                 async for reply in replies:
                     yield reply
         except ExoNodeError as fault:

@@ -16,6 +16,7 @@ from ...placement.errors import ExoNodeError, InvalidFrame, PeerLost
 from ...proto import peer_pb2 as pb
 from ...proto import peer_pb2_grpc
 from ...proto.fields import changed
+from ...proto.uncut_reads import next_reply
 from ..checkpoint.files import Buffer
 from ..checkpoint.prefix_files import PrefixReceiver, ReceivedPrefix
 from ..engine.compute import ComputeThread
@@ -176,8 +177,7 @@ class RemoteReaders:
         feeding: asyncio.Future[None] | None = None
         returned_at, patience = time.monotonic(), OPENING_S
         while True:
-            async with asyncio.timeout(patience):
-                reply = await stream.read()
+            reply = await next_reply(stream, patience)
             if not isinstance(reply, pb.ReadReply):  # the end
                 raise PeerLost("its stream ended")
             patience = SILENCE_S

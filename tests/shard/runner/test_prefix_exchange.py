@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from cut_reads import noting_cut_reads
 from engines import answer, message, request
 from prefixes import ALIEN, FIRST, ROOM, SECOND, TOKENS, cold, engine
 
@@ -334,8 +335,12 @@ def test_a_trickle_has_a_limit_too(
     play(story, Trickle(chunks_of(SECOND, source), ""))
 
 
-def test_cancelling_a_request_cancels_its_fetch(source: Runner) -> None:
-    script = Script(chunks_of(SECOND, source), "hangs in the middle")
+def test_cancelling_a_request_cancels_its_fetch(
+    source: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, cut = Script(chunks_of(SECOND, source), "hangs in the middle"), list[object]()
+    noting = noting_cut_reads(peer_pb2_grpc.GeneratorStub, "ReadPrefix", cut)
+    monkeypatch.setattr(peer_pb2_grpc, "GeneratorStub", noting)
 
     async def story(target: Runner, wire: pb.PrefixSource) -> None:
         asking = asyncio.create_task(target.ask(SECOND, prefix_source=wire))
@@ -346,6 +351,6 @@ def test_cancelling_a_request_cancels_its_fetch(source: Runner) -> None:
             _ = await asking
         _ = await script.cancelled.wait()
         finished = await target.ask(FIRST)
-        assert finished.stats.cached_tokens == 0
+        assert finished.stats.cached_tokens == 0 and cut == []
 
     play(story, script)

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from cut_reads import noting_cut_reads
 from engines import message
 from prefixes import CHUNK, TOKENS, cold, engine, hybrid, turn, words
 
@@ -434,6 +435,60 @@ def test_tensors_that_cannot_be_taken_are_read_alone(
         await until_free(runners[0])
 
     play(story, runners[0].reading)
+
+
+@pytest.mark.parametrize("serve", [_pulsing, _silent])
+def test_no_read_is_cut(
+    runners: list[Runner], serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of a reading, and where a reader is given up."""
+    cut = list[object]()
+    monkeypatch.setattr(remote_readers, "OPENING_S", 1.0)
+    monkeypatch.setattr(remote_readers, "FORWARD_S", 1.0)
+    noting = noting_cut_reads(peer_pb2_grpc.ReadingStub, "Read", cut)
+    monkeypatch.setattr(peer_pb2_grpc, "ReadingStub", noting)
+
+    class Lost(SERVICER):
+        async def Read(self, requests: Any, context: Any) -> AsyncIterator[pb.ReadReply]:
+            async for reply in serve(requests, context):
+                yield reply
+
+    async def story(target: Runner, sources: Any, _: Any) -> None:
+        assert list((await target.ask([reader(sources[0])])).read_by) == [NODE]
+        await until_free(runners[0])
+        stats = await target.ask([reader(sources[1])], prompt=PROMPT[::-1])
+        assert "rows alone" in stats.read_reason
+
+    play(story, runners[0].reading, Lost())
+    assert cut == []
+
+
+def test_a_read_that_ends_leaves_its_caller_s_next_message_to_the_call(
+    runners: list[Runner],
+) -> None:
+    cut = list[object]()
+
+    async def run() -> None:
+        ended = asyncio.Event()
+
+        async def requests() -> AsyncIterator[pb.ReadRequest]:
+            yield _begin()
+            try:
+                _ = await ended.wait()
+            except asyncio.CancelledError as fault:
+                cut.append(fault)
+                raise
+
+        replies = runners[0].reading.Read(requests(), ANY)
+        assert await anext(replies) == pb.ReadReply()
+        await replies.aclose()  # pyright: ignore[reportAttributeAccessIssue]
+        await until_free(runners[0])
+        assert cut == [] and len(asyncio.all_tasks()) == 2
+        ended.set()
+        await asyncio.sleep(0.01)
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(run())
 
 
 def test_a_cancelled_answer_frees_its_reader(runners: list[Runner]) -> None:
