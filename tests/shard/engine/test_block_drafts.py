@@ -157,9 +157,10 @@ def test_a_block_follows_the_last_token(monkeypatch: pytest.MonkeyPatch, *, ahea
         before.extend(ids.tolist())  # pyright: ignore[reportArgumentType]
         return select(it, output, logits, ids)
 
-    monkeypatch.setattr(BlockDrafter, "_select", noting)
     changes = {"drafter_path": str(second_folder())}
-    served = engine(load_quietly(spec_of("qwen3", **changes)), ahead=ahead, **changes)
+    it = load_quietly(spec_of("qwen3", **changes))
+    monkeypatch.setattr(BlockDrafter, "_select", noting)  # a load selects, too
+    served = engine(it, ahead=ahead, **changes)
     rounds = answer(served, asked(1)).rounds
     last = [each.tokens[-1] for each in rounds if each.tokens]
     count = min(len(before), len(last)) - 1
