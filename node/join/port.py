@@ -118,8 +118,8 @@ class JoinPort:
             return
         try:
             await self._attend(line)
-        except asyncio.CancelledError:
-            transport.abort()  # an evicted caller gets no closing handshake
+        except BaseException:  # a defect, or its eviction: it gets no closing handshake
+            transport.abort()
             raise
         await line.close()
 

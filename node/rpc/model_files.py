@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing, closing
 from typing import Any, Final, Protocol, TypeVar
 
 import grpc
@@ -74,15 +74,15 @@ class ModelFilesService(peer_pb2_grpc.ModelFilesServicer):
         self, request: pb.FileRequest, context: "Context"
     ) -> AsyncIterator[pb.FileChunk]:
         async with self._reading:
-            file = await _run(lambda: self._source.open(request))
-            try:
-                while data := await _run(file.read):
+            with ExitStack() as opened:
+                file = await _run_to_its_end(
+                    lambda: opened.enter_context(closing(self._source.open(request)))
+                )
+                while data := await _run_to_its_end(file.read):
                     yield pb.FileChunk(data=data)
                     if self._busy():
                         async with self._pace:
                             await self._sleep(len(data) / BESIDE_ANSWERS)
-            finally:
-                file.close()
 
 
 async def _run(work: Callable[[], Result]) -> Result:
@@ -90,6 +90,17 @@ async def _run(work: Callable[[], Result]) -> Result:
         return await asyncio.to_thread(work)
     except OSError as fault:
         raise ExoNodeError(f"the file cannot be read ({fault.strerror})") from fault
+
+
+async def _run_to_its_end(work: Callable[[], Result]) -> Result:
+    """As `_run`. A cancel waits for `work`, which opens a file or reads from one that is open."""
+    running = asyncio.ensure_future(_run(work))
+    try:
+        return await asyncio.shield(running)
+    finally:
+        if not running.done():
+            _ = await asyncio.wait([running])
+            _ = running.exception()  # marks it as retrieved
 
 
 class ModelFilesClient:

@@ -399,6 +399,23 @@ async def test_a_cancel_that_comes_with_the_connection_is_not_lost(
         await task
 
 
+async def test_a_defect_in_a_conversation_leaves_no_socket_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A caller that provokes it again and again would take all of the node's files."""
+
+    async def fail(*_: object) -> None:
+        raise RuntimeError("a defect")
+
+    caller = Impostor()
+    async with joiner("one") as one:
+        monkeypatch.setattr(one.joining._port, "_attend", fail)  # pyright: ignore[reportPrivateUsage]
+        async with join_wire.connect(one.address, caller.client_tls, LOCAL) as line:
+            async with asyncio.timeout(2.0):
+                with pytest.raises(PeerLost):
+                    _ = await line.next(30.0)
+
+
 async def test_a_close_that_is_cancelled_leaves_no_socket_open() -> None:
     """The other side sends nothing, so the closing handshake would last."""
     called, caller, ended = Impostor(), Impostor(), asyncio.Event()
