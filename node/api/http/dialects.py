@@ -148,7 +148,8 @@ def _anthropic_fault(fault: HttpFault) -> dict[str, Any]:
 
 
 def _ollama_fault(fault: HttpFault) -> dict[str, Any]:
-    return {"error": fault.message}
+    at = f"'{fault.param}': " if fault.param and fault.param not in fault.message else ""
+    return {"error": at + fault.message}  # clients show this text alone
 
 
 def _responses_frame(fault: HttpFault) -> bytes:

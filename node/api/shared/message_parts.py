@@ -226,13 +226,14 @@ def image_of_url(url: object, at: str, refusal: str = "") -> Image:
         raise InvalidRequest(
             f"'{at}' should be a URL that begins with data:image/…;base64,", param=at
         )
-    return image_of_base64(url[match.end() :], (match["type"] or "").lower(), at, refusal)
+    return image_of_base64(url[match.end() :], match["type"] or "", at, refusal)
 
 
 def image_of_base64(data: object, media_type: str, at: str, refusal: str = "") -> Image:
     """The image in a base64 text. Raises InvalidRequest."""
     if not isinstance(data, str):
         raise InvalidRequest(f"'{at}' should be an image in base64", param=at)
+    media_type = media_type.lower()
     if media_type and not media_type.startswith(("image/", "application/octet-stream")):
         raise InvalidRequest(
             f"'{at}' is of type {media_type}; send a PNG, JPEG, GIF or WebP image", param=at

@@ -4,7 +4,10 @@ import base64
 from typing import Any
 
 import pytest
+from fakes import says
 from http_node import Node
+
+from exo_node.placement.errors import InvalidRequest
 
 DATA = [b"\x89PNG one", b"\xff\xd8\xff two"]
 BASE64 = [base64.b64encode(each).decode() for each in DATA]
@@ -84,6 +87,23 @@ def test_anthropics_client_shows_images_of_the_user_and_of_tools(
     assert contents == [[text("Error: "), IMAGE], [text("a\n"), IMAGE, text("\nb")]]
     assert [each.data for each in request.images] == DATA
     assert request.images[0].field == "messages[0].content[1].content[0].source.data"
+
+
+def test_a_media_type_may_be_in_capitals(node: Node) -> None:
+    source = {"type": "base64", "media_type": "IMAGE/PNG", "data": BASE64[0]}
+    body = chat({"type": "image", "source": source})
+    reply = node.ask("POST", "/v1/messages", {"model": "demo", "max_tokens": 4, **body})
+    assert reply.status == 200, reply.body
+
+
+def test_ollamas_client_is_told_which_image_is_damaged(node: Node) -> None:
+    """Its errors have a text and no field."""
+    at, why = "messages[0].images[1]", "the image is damaged; send it again whole"
+    node.chat.scripts["demo"] = says(then=InvalidRequest(why, param=at))
+    message = {"role": "user", "content": "a", "images": BASE64}
+    body = {"model": "demo", "stream": False, "messages": [message]}
+    reply = node.ask("POST", "/api/chat", body)
+    assert (reply.status, reply.json) == (400, {"error": f"'{at}': {why}"})
 
 
 def test_ollamas_client_shows_images(node: Node, ollama: Any) -> None:
