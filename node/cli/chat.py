@@ -39,7 +39,7 @@ _K: Final = "num_draft_tokens"
 _SET: Final = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", _K)
 
 _Prompt = Annotated[
-    str | None,
+    list[str] | None,
     argument(
         "[PROMPT]",
         "What to ask; - or a pipe: stdin says. On a terminal nothing begins a conversation.",
@@ -76,13 +76,16 @@ def chat(
     Without PROMPT a conversation begins. The answer streams to stdout; its numbers follow on
     stderr.
     """
+    if prompt and len(prompt) > 1:
+        raise typer.BadParameter("put it in quotes, a model behind --model", param_hint="PROMPT")
+    given = prompt[0] if prompt else None
     settings = client_settings(port, data_dir)
     flags = {"max_tokens": max_tokens, "temperature": temperature, _K: num_draft_tokens}
     options = {name: value for name, value in flags.items() if value is not None}
-    if prompt is None and not as_json and sys.stdin.isatty():
+    if given is None and not as_json and sys.stdin.isatty():
         _converse(locate(settings), model, options, settings.data_dir)
         return
-    text = sys.stdin.read() if prompt in (None, "-") else prompt
+    text = sys.stdin.read() if given in (None, "-") else given
     if not text.strip():
         raise typer.BadParameter("the prompt is empty", param_hint="PROMPT")
     endpoint = locate(settings)

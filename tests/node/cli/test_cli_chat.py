@@ -56,6 +56,15 @@ def chat(stub: Stub, *arguments: str, **options: str) -> Result:
     return in_process("chat", *arguments, "--port", str(stub.port), **options)
 
 
+def test_a_model_before_the_prompt_or_no_quotes_get_the_right_form(stub: Stub) -> None:
+    for words in (("demo", "Tell me a story."), ("Tell", "me", "a", "story.")):
+        result = chat(stub, *words)
+        assert result.exit_code == 2
+        assert "PROMPT" in result.stderr and "quotes" in result.stderr
+        assert "--model" in result.stderr
+    assert not stub.bodies
+
+
 def test_chat_streams_the_answer_to_stdout_and_its_numbers_to_stderr(stub: Stub) -> None:
     stub.replies = {
         "/v1/models": as_json({"object": "list", "data": [DEMO, QWEN]}),
