@@ -16,7 +16,7 @@ async def next_reply(call: Any, within_s: float | None = None) -> Any:
 
     Raises TimeoutError after `within_s`, and what the call raises.
     """
-    reading = _begun(call.read())
+    reading = _as_task(call.read())
     try:
         async with asyncio.timeout(within_s):
             return await asyncio.shield(reading)
@@ -29,13 +29,13 @@ async def next_reply(call: Any, within_s: float | None = None) -> Any:
 async def requests_of(caller: AsyncIterator[Message]) -> AsyncGenerator[Message]:
     """A caller's messages; a wait that ends early leaves the read to the end of the call."""
     while True:
-        reading = _begun(anext(caller, None))
+        reading = _as_task(anext(caller, None))
         if (message := await asyncio.shield(reading)) is None:
             return
         yield message
 
 
-def _begun(read: Awaitable[Message]) -> asyncio.Future[Message]:
+def _as_task(read: Awaitable[Message]) -> asyncio.Future[Message]:
     """A read that runs by itself. If nobody waits for it any more, its error is of no interest."""
     reading = asyncio.ensure_future(read)
     reading.add_done_callback(lambda ended: ended.cancelled() or ended.exception())

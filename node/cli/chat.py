@@ -78,14 +78,14 @@ def chat(
     """
     if prompt and len(prompt) > 1:
         raise typer.BadParameter("put it in quotes, a model behind --model", param_hint="PROMPT")
-    given = prompt[0] if prompt else None
+    text = prompt[0] if prompt else None
     settings = client_settings(port, data_dir)
     flags = {"max_tokens": max_tokens, "temperature": temperature, _K: num_draft_tokens}
     options = {name: value for name, value in flags.items() if value is not None}
-    if given is None and not as_json and sys.stdin.isatty():
+    if text is None and not as_json and sys.stdin.isatty():
         _converse(locate(settings), model, options, settings.data_dir)
         return
-    text = sys.stdin.read() if given in (None, "-") else given
+    text = sys.stdin.read() if text in (None, "-") else text
     if not text.strip():
         raise typer.BadParameter("the prompt is empty", param_hint="PROMPT")
     endpoint = locate(settings)

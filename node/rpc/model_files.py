@@ -74,9 +74,9 @@ class ModelFilesService(peer_pb2_grpc.ModelFilesServicer):
         self, request: pb.FileRequest, context: "Context"
     ) -> AsyncIterator[pb.FileChunk]:
         async with self._reading:
-            with ExitStack() as opened:
+            with ExitStack() as files:
                 file = await _run_to_its_end(
-                    lambda: opened.enter_context(closing(self._source.open(request)))
+                    lambda: files.enter_context(closing(self._source.open(request)))
                 )
                 while data := await _run_to_its_end(file.read):
                     yield pb.FileChunk(data=data)
@@ -93,7 +93,7 @@ async def _run(work: Callable[[], Result]) -> Result:
 
 
 async def _run_to_its_end(work: Callable[[], Result]) -> Result:
-    """As `_run`. A cancel waits for `work`, which opens a file or reads from one that is open."""
+    """Runs `work`, which opens a file or reads from one, on a thread: a cancel waits for it."""
     running = asyncio.ensure_future(_run(work))
     try:
         return await asyncio.shield(running)

@@ -272,6 +272,6 @@ def _module(config: Mapping[str, Any], folder: Path) -> Any:
     for name, parameter in cast("list[tuple[str, mx.array]]", tree_flatten(module.parameters())):
         stored_as = weights.get(name, parameter).dtype
         if mx.issubdtype(stored_as, mx.floating) != mx.issubdtype(parameter.dtype, mx.floating):
-            raise ValueError(f"{name} is stored as {stored_as}, not read")
+            raise ValueError(f"{name} is stored as {stored_as}, where {parameter.dtype} is read")
     module.load_weights(list(weights.items()))
     return module
