@@ -318,6 +318,7 @@ async def _too_early(_requests: Any, _context: Any) -> AsyncIterator[pb.ReadRepl
 
 
 async def _failing(_requests: Any, _context: Any) -> AsyncIterator[pb.ReadReply]:
+    await asyncio.sleep(0.3)  # gRPC loses the reason of a call that ends while it is written to
     raise RuntimeError("a defect")
     yield
 
